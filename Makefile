@@ -1,0 +1,41 @@
+# `make` lists the targets. Each one sets up .venv first, where it is missing or out of date.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format clean
+
+help:
+	@echo 'make demo [MODEL=FOLDER]  run a MoE checkpoint through cmoe, compared with transformers'
+	@echo 'make test                 the tests'
+	@echo 'make check                lint, format, types, house rules'
+	@echo 'make format               let ruff sort imports, lay out the code'
+	@echo 'make clean                remove .venv with what builds leave behind'
+
+demo: $(INSTALLED)
+	$(BIN)/cmoe demo $(MODEL)
+
+test: $(INSTALLED)
+	$(BIN)/pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest tests/test_house_rules.py
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix --select I
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo 'Setting up $(VENV): a minute, and a few hundred MB, where torch is not downloaded yet'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

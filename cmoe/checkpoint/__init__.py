@@ -1,0 +1,1 @@
+"""Checkpoints in Hugging Face format: what their names mean, how they are read."""

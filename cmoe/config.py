@@ -1,0 +1,247 @@
+"""The configuration of one MoE layer: frozen, validated where it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from cmoe.activation import Activation
+from cmoe.families import Attr, family_of
+
+_HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """The closed routing formulas; `custom_ops/route.py` states them.
+
+    scoring_func: softmax, sigmoid or sqrtsoftplus of the logits.
+    softmax_after_topk: choose by the logits, then softmax over the chosen ones (gpt-oss).
+    renormalize: divide a token's weights by their sum.
+    use_grouped_topk: choose within the best `topk_group` of `num_expert_group` groups.
+    e_score_correction_bias: the router has a bias, float32 [E], that takes part in the choice only.
+    routed_scaling_factor: multiplies the weights, or the experts' sum where
+        apply_routed_scale_to_output says so.
+    apply_router_weight_on_input: the weight multiplies the experts' input instead (top_k = 1).
+    """
+
+    scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    softmax_after_topk: bool = False
+    renormalize: bool = True
+    use_grouped_topk: bool = False
+    num_expert_group: int = 1
+    topk_group: int = 1
+    e_score_correction_bias: bool = False
+    routed_scaling_factor: float = 1.0
+    apply_routed_scale_to_output: bool = False
+    apply_router_weight_on_input: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scoring_func not in ("softmax", "sigmoid", "sqrtsoftplus"):
+            raise ValueError(
+                f"unknown scoring_func {self.scoring_func!r}; "
+                "choose one of softmax, sigmoid, sqrtsoftplus"
+            )
+        if self.softmax_after_topk and (
+            self.scoring_func != "softmax" or self.e_score_correction_bias
+        ):
+            raise ValueError("softmax_after_topk needs scoring_func='softmax' without a bias")
+        if not self.use_grouped_topk and (self.num_expert_group, self.topk_group) != (1, 1):
+            raise ValueError(
+                f"num_expert_group ({self.num_expert_group}) with topk_group ({self.topk_group}) "
+                "needs use_grouped_topk=True"
+            )
+        if not 1 <= self.topk_group <= self.num_expert_group:
+            raise ValueError(
+                f"topk_group ({self.topk_group}) must be between 1 and "
+                f"num_expert_group ({self.num_expert_group})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointLayout:
+    """How fused expert tensors lie in the checkpoint; never guessed from shapes.
+
+    transposed: [E, K, N] instead of [E, N, K]; None: not declared, which is an error for a tensor
+        whose shape fits both.
+    interleaved: gate with up rows alternate (g0, u0, g1, u1, ...) instead of gate rows, up rows.
+    """
+
+    transposed: bool | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantConfig:
+    """The number format of the expert weights.
+
+    method: a row of the table in `quant/table.py`.
+    size_multiple: hidden and intermediate sizes are stored rounded up to a multiple of this, with
+        zeros behind the logical size.
+    """
+
+    method: str = "unquantized"
+    size_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size_multiple < 1:
+            raise ValueError(f"size_multiple must be at least 1, got {self.size_multiple}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Sizes with this rank's place in them: tensor, expert, data, sequence parallel.
+
+    expert_placement: which rank holds which physical expert, see `expert_map.py`.
+    num_redundant_experts: physical experts beyond the logical ones.
+    """
+
+    tp_size: int = 1
+    tp_rank: int = 0
+    ep_size: int = 1
+    ep_rank: int = 0
+    dp_size: int = 1
+    dp_rank: int = 0
+    sp_size: int = 1
+    sp_rank: int = 0
+    expert_placement: Literal["linear", "round_robin"] = "linear"
+    num_redundant_experts: int = 0
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "ep", "dp", "sp"):
+            size, rank = getattr(self, f"{axis}_size"), getattr(self, f"{axis}_rank")
+            if size < 1 or not 0 <= rank < size:
+                raise ValueError(
+                    f"{axis}_rank ({rank}) must be in [0, {axis}_size) with {axis}_size ({size}) "
+                    "at least 1"
+                )
+        if self.expert_placement not in ("linear", "round_robin"):
+            raise ValueError(
+                f"unknown expert_placement {self.expert_placement!r}; choose linear or round_robin"
+            )
+        if self.num_redundant_experts < 0:
+            raise ValueError(f"num_redundant_experts is negative: {self.num_redundant_experts}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """Static description of one MoE layer; sizes are logical, per model, not per rank.
+
+    num_experts, top_k, hidden_size, intermediate_size: E, K, H, I.
+    activation: a name of `cmoe.activation.ACTIVATIONS`, or an Activation with its constants.
+    has_bias: the experts' projections have biases.
+    params_dtype: dtype of the weights when the layer is built; inputs must have the same.
+    backend: "auto" or the name of a backend, which then never falls back.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation = field(default_factory=lambda: Activation.named("silu"))
+    has_bias: bool = False
+    params_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    layout: CheckpointLayout = field(default_factory=CheckpointLayout)
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.activation, str):
+            object.__setattr__(self, "activation", Activation.named(self.activation))
+        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})"
+            )
+        if not self.params_dtype.is_floating_point:
+            raise ValueError(f"params_dtype must be a float dtype, got {self.params_dtype}")
+        self._check_router()
+
+    def _check_router(self) -> None:
+        router = self.router
+        if router.apply_router_weight_on_input and self.top_k != 1:
+            raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {self.top_k}")
+        if self.num_experts % router.num_expert_group:
+            divisors = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+            raise ValueError(
+                f"num_expert_group ({router.num_expert_group}) must divide num_experts "
+                f"({self.num_experts}); choose one of {', '.join(map(str, divisors))}"
+            )
+        reachable = router.topk_group * (self.num_experts // router.num_expert_group)
+        if self.top_k > reachable:
+            raise ValueError(
+                f"top_k ({self.top_k}) exceeds the {reachable} experts in topk_group "
+                f"({router.topk_group}) groups"
+            )
+
+    def num_physical_experts(self) -> int:
+        """Logical plus redundant experts, over all ranks."""
+        return self.num_experts + self.parallel.num_redundant_experts
+
+    def padded_hidden_size(self) -> int:
+        """H as the weights store it."""
+        return _round_up(self.hidden_size, self.quant.size_multiple)
+
+    def padded_intermediate_size(self) -> int:
+        """I as the weights store it."""
+        return _round_up(self.intermediate_size, self.quant.size_multiple)
+
+    @classmethod
+    def from_hf(cls, hf_config: Any) -> MoEConfig:
+        """The layer that a Hugging Face config describes.
+
+        hf_config: a transformers config, or the dict of a config.json. The dtype is the config's,
+        else torch's default. ValueError for a family that is not in the table, or for an attribute
+        that the family's row names but the config lacks.
+        """
+        family = family_of(_attribute(hf_config, "model_type"))
+        activation = _resolve(hf_config, family.activation)
+        activation["name"] = _HF_ACTIVATIONS.get(activation["name"], activation["name"])
+        return cls(
+            activation=Activation(**activation),
+            router=RouterConfig(**_resolve(hf_config, family.router)),
+            layout=CheckpointLayout(transposed=family.transposed, interleaved=family.interleaved),
+            params_dtype=_dtype(hf_config),
+            **_resolve(hf_config, family.config),
+        )
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _attribute(hf_config: Any, name: str) -> Any:
+    """An attribute of a transformers config, or an entry of a config.json's dict."""
+    missing = object()
+    if isinstance(hf_config, Mapping):
+        value = hf_config.get(name, missing)
+    else:
+        value = getattr(hf_config, name, missing)
+    if value is missing:
+        raise ValueError(f"the Hugging Face config has no {name!r}; is it of another family?")
+    return value
+
+
+def _resolve(hf_config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _attribute(hf_config, value.name) if isinstance(value, Attr) else value
+        for key, value in fields.items()
+    }
+
+
+def _dtype(hf_config: Any) -> torch.dtype:
+    if isinstance(hf_config, Mapping):
+        value = hf_config.get("dtype", hf_config.get("torch_dtype"))
+    else:
+        value = hf_config.dtype
+    if isinstance(value, str):
+        value = getattr(torch, value.removeprefix("torch."), None)
+    return value if isinstance(value, torch.dtype) else torch.get_default_dtype()

@@ -1,0 +1,71 @@
+// The plain-C++ statement of one fused_experts call: what the op hands to a kernel set.
+//
+// Nothing here knows torch, so that the kernels also build into a bare driver (sanitizers, disassembly).
+// Shapes: T tokens, K experts per token, R = T*K routed rows, H hidden, I intermediate, E local experts.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cmoe {
+
+enum class DType : int { kBF16 = 0, kFP16 = 1, kFP32 = 2 };
+
+// Order is that of kActivationNames in fused_experts.cpp.
+enum class Activation : int { kSilu = 0, kGelu, kGeluTanh, kRelu2, kSwigluOai };
+
+inline size_t dtype_bytes(DType t) { return t == DType::kFP32 ? 4 : 2; }
+
+// A stack of matrices [E, rows, cols]; strides in elements. Either stride_col == 1 (checkpoint layout) or
+// stride_row == 1 (the transposed view of [E, cols, rows] storage).
+struct Matrices {
+  const void* data = nullptr;
+  int64_t stride_e = 0, stride_row = 0, stride_col = 0;
+};
+
+// Which rows go to which expert. Experts ascend, so that a token's contributions are summed in an order that
+// only its own ids decide, never the rest of the batch.
+struct Plan {
+  int64_t num_active = 0;     // experts with at least one row
+  const int32_t* expert;      // [num_active] local expert, ascending
+  const int64_t* offset;      // [num_active + 1] first row of each in the arrays below
+  const int32_t* by_size;     // [num_active] positions in `expert`, most rows first
+  const int32_t* token;       // [rows] token of each routed row
+  const float* weight;        // [rows] router weight of each routed row
+};
+
+struct Problem {
+  DType dtype = DType::kBF16;
+  int64_t T = 0, H = 0, I = 0;
+  const void* x = nullptr;  // [T, H]
+  int64_t x_stride_row = 0, x_stride_col = 1;
+  Matrices w13, w2;             // [E, N13, H], [E, H, I]
+  const void* b13 = nullptr;    // [E, N13] or null
+  const void* b2 = nullptr;     // [E, H] or null
+  int64_t b13_stride_e = 0, b2_stride_e = 0;
+  bool gated = true;
+  Activation activation = Activation::kSilu;
+  float alpha = 1.0f;
+  float limit = 0.0f;  // +inf: none
+  bool weight_on_input = false;
+  void* out = nullptr;  // [T, H], contiguous
+  Plan plan;
+  int threads = 1;
+};
+
+// Bytes of each scratch area of a call; `total` is the formula that docs/performance.md states.
+struct ScratchSizes {
+  size_t x = 0;           // activations in the kernel's own form, shared
+  size_t h = 0;           // intermediate rows, shared
+  size_t per_thread = 0;  // tiles, output accumulators, transposed weight panels
+  size_t total = 0;
+};
+
+// One instruction set's kernels.
+struct Kernels {
+  const char* name;
+  ScratchSizes (*scratch)(const Problem&, int64_t rows);
+  void (*run)(const Problem&, char* scratch);
+};
+
+}  // namespace cmoe

@@ -1,0 +1,158 @@
+"""The routed experts of one layer as a single function of tensors.
+
+T tokens, H hidden, I intermediate, E local expert rows, P expert ids, K experts per token,
+R = T * K routed rows, N = 2I for gated activations, I for non-gated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cmoe.activation import Activation, apply_activation
+from cmoe.custom_ops.grouped_mm import grouped_mm
+from cmoe.custom_ops.registration import define_op
+
+SCHEMA = (
+    "(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids,"
+    " Tensor? w13_bias, Tensor? w2_bias, Tensor? expert_map,"
+    " str activation, float alpha, float? limit, bool interleaved,"
+    " bool apply_router_weight_on_input) -> Tensor"
+)
+"""The one signature that every backend's op has."""
+
+
+def fused_experts_reference(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    expert_map: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    interleaved: bool,
+    apply_router_weight_on_input: bool,
+) -> Tensor:
+    """y[t] = sum over k of weight[t, k] * (w2[e] @ act(w13[e] @ x[t] + b13[e]) + b2[e]), e = id[t, k].
+
+    x: [T, H]; w13: [E, N, H], gate rows then up rows, or alternating with `interleaved`;
+    w2: [E, H, I]; any strides. topk_weights: [T, K] float32; topk_ids: [T, K] int32 or int64, where
+    -1 contributes exactly nothing. Biases: [E, N], [E, H]. expert_map: [P] int32, id -> row of the
+    weights or -1 when the expert is not here; None: ids are rows. With
+    `apply_router_weight_on_input` (K = 1) the weight multiplies x before the experts instead.
+    -> [T, H], contiguous, x's dtype; projections in x's dtype, everything else in float32 (float64
+    for float64), one rounding at the end. Raises ValueError for shapes that do not fit, ids outside
+    [-1, P). Plain traceable torch, differentiable in x, weights, biases, topk_weights.
+    """
+    _check(x, w13, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input)
+    num_rows_of_ids = w13.shape[0] if expert_map is None else expert_map.shape[0]
+    _check_ids(topk_ids, num_rows_of_ids)
+    num_tokens, top_k = topk_ids.shape
+    num_experts = w13.shape[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+
+    ids = topk_ids.reshape(-1).long()
+    if expert_map is not None:
+        ids = torch.where(ids < 0, -1, expert_map.long()[ids.clamp_min(0)])
+    # Skipped rows get the id past the last expert, so that they sort behind every offset.
+    sorted_ids, order = torch.where(ids < 0, num_experts, ids).sort(stable=True)
+    experts = torch.arange(num_experts, device=x.device)
+    offsets = torch.searchsorted(sorted_ids, experts, right=True).to(torch.int32)
+    used = (sorted_ids < num_experts)[:, None]
+    bias_rows = sorted_ids.clamp_max(num_experts - 1)
+    weights = topk_weights.reshape(-1)[order][:, None].to(wide)
+
+    rows = x[order // top_k]
+    if apply_router_weight_on_input:
+        rows = (rows.to(wide) * weights).to(x.dtype)
+    h = grouped_mm(rows, w13, offsets).to(wide)
+    if w13_bias is not None:
+        h = h + w13_bias[bias_rows].to(wide)
+    a = apply_activation(h, activation, alpha, limit, interleaved=interleaved).to(x.dtype)
+    y = grouped_mm(a, w2, offsets).to(wide)
+    if w2_bias is not None:
+        y = y + w2_bias[bias_rows].to(wide)
+    if not apply_router_weight_on_input:
+        y = y * weights
+    y = torch.where(used, y, 0)
+    slots = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
+    return y[slots].view(num_tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
+
+
+def _check(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+) -> None:
+    gated = Activation(name=activation).is_gated()
+    if x.dim() != 2 or w13.dim() != 3 or w2.dim() != 3 or topk_ids.dim() != 2:
+        raise ValueError(
+            "fused_experts needs x [T, H], w13 [E, N, H], w2 [E, H, I], topk_ids [T, K]; got "
+            f"{tuple(x.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}, {tuple(topk_ids.shape)}"
+        )
+    num_experts, hidden, intermediate = w2.shape
+    expected = (num_experts, (2 if gated else 1) * intermediate, hidden)
+    if tuple(w13.shape) != expected:
+        raise ValueError(
+            f"w13 must be {expected} for w2 {tuple(w2.shape)} with activation {activation!r}; "
+            f"got {tuple(w13.shape)}"
+        )
+    if x.shape[1] != hidden or topk_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"x must be [T, {hidden}] with a row for each row of topk_ids; "
+            f"got x {tuple(x.shape)}, topk_ids {tuple(topk_ids.shape)}"
+        )
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights {tuple(topk_weights.shape)} and topk_ids {tuple(topk_ids.shape)} "
+            "must have the same shape"
+        )
+    if not (x.dtype == w13.dtype == w2.dtype):
+        raise ValueError(f"x, w13, w2 must share a dtype; got {x.dtype}, {w13.dtype}, {w2.dtype}")
+    if apply_router_weight_on_input and topk_ids.shape[1] != 1:
+        raise ValueError(
+            f"apply_router_weight_on_input needs top_k = 1, got {topk_ids.shape[1]}"
+        )
+
+
+def _check_ids(topk_ids: Tensor, num_ids: int) -> None:
+    if topk_ids.device.type != "cpu" or torch.compiler.is_compiling():
+        in_range = ((topk_ids >= -1) & (topk_ids < num_ids)).all()
+        torch._assert_async(in_range, f"topk_ids must be in [-1, {num_ids})")
+    elif topk_ids.numel() and (topk_ids.min() < -1 or topk_ids.max() >= num_ids):
+        raise ValueError(
+            f"topk_ids must be in [-1, {num_ids}); got {topk_ids.min()} to {topk_ids.max()}"
+        )
+
+
+def fused_experts_fake(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    expert_map: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float | None,
+    interleaved: bool,
+    apply_router_weight_on_input: bool,
+) -> Tensor:
+    """Shape, stride, dtype of every backend's result."""
+    return x.new_empty(x.shape)
+
+
+fused_experts = define_op(
+    "cmoe::fused_experts", SCHEMA, kernel=fused_experts_reference, fake=fused_experts_fake
+)
+"""The op of the reference backend."""

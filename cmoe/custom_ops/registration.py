@@ -1,0 +1,51 @@
+"""How an op of the library gets its schema, its fake, its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARIES: dict[str, torch.library.Library] = {}
+
+
+def _library(namespace: str) -> torch.library.Library:
+    if namespace not in _LIBRARIES:
+        _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    return _LIBRARIES[namespace]
+
+
+def define_op(
+    name: str, schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    """Defines the functional op `namespace::name[.overload]` and returns it.
+
+    The kernel runs on every device, below autograd; inputs reach it with the strides they had when
+    the call was traced. `Library.define` costs about half of what `torch.library.custom_op` adds to
+    a call (pytorch issue 177109: 6.3 against 10.7 us for 14 inputs).
+    """
+    namespace, _, rest = name.partition("::")
+    library = _library(namespace)
+    library.define(rest + schema, tags=(torch.Tag.needs_exact_strides,))
+    library.impl(rest, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=library)
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def differentiable(op: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A callable that runs `op`, or `reference` where a gradient is asked of the call.
+
+    The reference is ordinary traceable torch, so autograd differentiates it; both are the same
+    function of their arguments.
+    """
+
+    def call(*arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            argument.requires_grad for argument in arguments if isinstance(argument, torch.Tensor)
+        ):
+            return reference(*arguments)
+        return op(*arguments)
+
+    return call

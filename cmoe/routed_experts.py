@@ -1,0 +1,269 @@
+"""The routed experts of a layer: their weights, the format of these, how they are loaded.
+
+T tokens, H hidden, I intermediate, E local experts, N = 2I for gated activations, else I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cmoe.checkpoint.names import ExpertTensorName, parse_expert_name
+from cmoe.config import MoEConfig
+from cmoe.custom_ops.backends import Kernels, LayerSpec, select_kernels
+from cmoe.errors import LoadError
+from cmoe.expert_map import ExpertMapManager
+from cmoe.load_report import LoadReport
+from cmoe.pluggable import PluggableLayer
+from cmoe.quant.table import make_quant_method
+from cmoe.routing import Routing
+
+
+@PluggableLayer.register("routed_experts")
+class RoutedExperts(PluggableLayer):
+    """Parameters w13_weight [E, N, H], w2_weight [E, H, I] (with w13_bias [E, N], w2_bias [E, H]).
+
+    Rows of w13: gate, then up. Parameters ask for no gradient until `requires_grad_()`. Initialised
+    like transformers does, normal with deviation 0.02; a layer built on the meta device gets its
+    values from `load_weights` after `to_empty`.
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.placement = ExpertMapManager.from_config(config)
+        self.quant_method = make_quant_method(config.quant)
+        shapes = self.quant_method.create_weights(config, self.placement.num_local_experts())
+        for name, (shape, dtype) in shapes.items():
+            empty = torch.empty(shape, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.register_buffer("expert_map", self.placement.expert_map(), persistent=False)
+        self.reset_parameters()
+        self._settle()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fresh random weights; zero biases; zeros in the padding."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("_bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(std=0.02)
+        self._zero_padding()
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """x: [T, H] -> [T, H], each token's weighted sum over its experts."""
+        return self.quant_method.apply(
+            self.config, self._parameters, self.expert_map, self.kernels, x, routing
+        )
+
+    def activation_dtype(self) -> torch.dtype:
+        """The dtype that the input must have."""
+        return self.w13_weight.dtype
+
+    def load_weights(
+        self,
+        named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        strict: bool = True,
+    ) -> LoadReport:
+        """Writes checkpoint tensors into the parameters' storage.
+
+        Names as `checkpoint/names.py` reads them, at any prefix; layout of fused tensors as
+        `config.layout` declares it. A mapping is judged whole before anything is written; an
+        iterator is consumed once, so that a fault in its middle leaves what came before it written.
+        Loading again gives the same result in the same storage. With `strict`, LoadError for a key
+        with no home or a slot left unwritten; in any case for a shape or dtype that does not fit.
+        """
+        if isinstance(named_tensors, Mapping):
+            named_tensors = list(named_tensors.items())
+            for name, tensor in named_tensors:
+                self._writes(name, tensor)
+        used, homeless, written = [], [], {}
+        self._zero_padding()
+        for name, tensor in named_tensors:
+            writes = self._writes(name, tensor)
+            if writes is None:
+                homeless.append(name)
+                continue
+            used.append(name)
+            for target, source, slots in writes:
+                with torch.no_grad():
+                    target.copy_(source)
+                written.update(dict.fromkeys(slots))
+        unwritten = tuple(slot for slot in self.slots() if slot not in written)
+        report = LoadReport(tuple(used), tuple(written), tuple(homeless), unwritten)
+        return report.check("expert weights") if strict else report
+
+    def slots(self) -> list[str]:
+        """Every place that a complete checkpoint fills, such as `w13_weight[3].w1`."""
+        return [
+            _slot(name, row, part)
+            for name in self._parameters
+            for row in range(self.placement.num_local_experts())
+            for part in self._parts_of(name)
+        ]
+
+    def _parts_of(self, parameter: str) -> tuple[str, ...]:
+        if parameter.startswith("w2"):
+            return ("w2",)
+        return ("w1", "w3") if self.config.activation.is_gated() else ("w1",)
+
+    def _writes(self, name: str, tensor: Tensor) -> list[tuple[Tensor, Tensor, list[str]]] | None:
+        """(target, source, slots) for one checkpoint tensor; None when it has no home here."""
+        parsed = parse_expert_name(name)
+        if parsed is None:
+            return None
+        parameter = f"{'w2' if parsed.part == 'w2' else 'w13'}_{'bias' if parsed.is_bias else 'weight'}"
+        if parameter not in self._parameters:
+            return None
+        if not tensor.is_floating_point():
+            raise LoadError(f"{name} has dtype {tensor.dtype}; expert weights must be floats")
+        rows = self._rows(name, parsed)
+        if parsed.is_native:
+            return self._native_write(name, parameter, tensor)
+        tensor = self._oriented(name, parsed, tensor)
+        return [
+            (self._target(parameter, row, part), source, [_slot(parameter, row, part)])
+            for part, halves in self._split(parsed, tensor)
+            for row, source in self._per_row(rows, parsed, halves)
+        ]
+
+    def _rows(self, name: str, parsed: ExpertTensorName) -> dict[int, int]:
+        """Local rows to write, each with its logical expert."""
+        experts = range(self.config.num_experts) if parsed.expert is None else [parsed.expert]
+        if parsed.expert is not None and parsed.expert >= self.config.num_experts:
+            raise LoadError(f"{name}: this layer has {self.config.num_experts} experts")
+        return {row: e for e in experts for row in self.placement.local_rows_of(e)}
+
+    def _native_write(
+        self, name: str, parameter: str, tensor: Tensor
+    ) -> list[tuple[Tensor, Tensor, list[str]]]:
+        target = self._parameters[parameter]
+        _check_shape(name, tensor, tuple(target.shape))
+        rows = range(self.placement.num_local_experts())
+        slots = [_slot(parameter, row, part) for row in rows for part in self._parts_of(parameter)]
+        return [(target, tensor, slots)]
+
+    def _oriented(self, name: str, parsed: ExpertTensorName, tensor: Tensor) -> Tensor:
+        """The tensor as [..., out, in], its shape checked."""
+        config = self.config
+        gated = config.activation.is_gated()
+        halves = 2 if gated and parsed.part == "w13" else 1
+        rows = config.hidden_size if parsed.part == "w2" else halves * config.intermediate_size
+        columns = config.intermediate_size if parsed.part == "w2" else config.hidden_size
+        experts = (config.num_experts,) if parsed.expert is None else ()
+        if parsed.is_bias:
+            _check_shape(name, tensor, (*experts, rows))
+            return tensor
+        if parsed.expert is None:
+            if config.layout.transposed is None and rows == columns:
+                raise LoadError(
+                    f"{name}: both orientations of {tuple(tensor.shape)} fit; declare "
+                    "MoEConfig(layout=CheckpointLayout(transposed=...))"
+                )
+            if config.layout.transposed:
+                _check_shape(name, tensor, (*experts, columns, rows), "declared transposed")
+                return tensor.transpose(-1, -2)
+        _check_shape(name, tensor, (*experts, rows, columns), "declared not transposed")
+        return tensor
+
+    def _split(self, parsed: ExpertTensorName, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """The parts that a tensor holds, as views."""
+        if not self.config.activation.is_gated():
+            return [("w2" if parsed.part == "w2" else "w1", tensor)]
+        if parsed.part != "w13":
+            return [(parsed.part, tensor)]
+        dim = -1 if parsed.is_bias else -2
+        if self.config.layout.interleaved:
+            gate_up = tensor.unflatten(dim, (-1, 2))
+            inner = gate_up.dim() - 1 if parsed.is_bias else gate_up.dim() - 2
+            return [("w1", gate_up.select(inner, 0)), ("w3", gate_up.select(inner, 1))]
+        gate, up = tensor.chunk(2, dim=dim)
+        return [("w1", gate), ("w3", up)]
+
+    def _per_row(
+        self, rows: dict[int, int], parsed: ExpertTensorName, source: Tensor
+    ) -> Iterable[tuple[int, Tensor]]:
+        for row, expert in rows.items():
+            yield row, source if parsed.expert is not None else source[expert]
+
+    def _target(self, parameter: str, row: int, part: str) -> Tensor:
+        """The logical area of one part of one expert inside a parameter."""
+        config = self.config
+        target = self._parameters[parameter].detach()[row]
+        if part == "w2":
+            area = target[: config.hidden_size]
+            return area if target.dim() == 1 else area[:, : config.intermediate_size]
+        start = config.padded_intermediate_size() if part == "w3" else 0
+        area = target[start : start + config.intermediate_size]
+        return area if target.dim() == 1 else area[:, : config.hidden_size]
+
+    @torch.no_grad()
+    def _zero_padding(self) -> None:
+        config = self.config
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        if (hidden, intermediate) == (
+            config.padded_hidden_size(),
+            config.padded_intermediate_size(),
+        ):
+            return
+        for name, parameter in self.named_parameters():
+            if name.startswith("w2"):
+                parameter[:, hidden:] = 0
+            else:
+                for part in parameter.split(config.padded_intermediate_size(), dim=1):
+                    part[:, intermediate:] = 0
+            if name.endswith("_weight"):
+                parameter[..., intermediate if name.startswith("w2") else hidden :] = 0
+
+    def _settle(self) -> None:
+        """What depends on where the parameters are: the kernels, the expert map."""
+        weight = self.w13_weight
+        spec = LayerSpec(
+            device=weight.device,
+            dtype=weight.dtype,
+            num_experts=weight.shape[0],
+            top_k=self.config.top_k,
+            hidden_size=self.config.padded_hidden_size(),
+            intermediate_size=self.config.padded_intermediate_size(),
+            activation=self.config.activation.name,
+        )
+        self.kernels: Kernels = select_kernels(spec, self.config.backend)
+        table = self.placement.expert_map()
+        self.expert_map = None if table is None else table.to(weight.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedExperts:
+        super()._apply(fn, recurse)
+        self._settle()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["kernels"]  # Chosen anew where the copy lives.
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._settle()
+
+    def extra_repr(self) -> str:
+        """E, K, H, I, activation."""
+        c = self.config
+        return (
+            f"num_experts={c.num_experts}, top_k={c.top_k}, hidden_size={c.hidden_size}, "
+            f"intermediate_size={c.intermediate_size}, activation={c.activation.name}"
+        )
+
+
+def _slot(parameter: str, row: int, part: str) -> str:
+    return f"{parameter}[{row}]" if part == "w2" else f"{parameter}[{row}].{part}"
+
+
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], why: str = "") -> None:
+    if tuple(tensor.shape) != expected:
+        declared = f" ({why})" if why else ""
+        raise LoadError(f"{name}: shape {tuple(tensor.shape)} should be {expected}{declared}")

@@ -1,0 +1,34 @@
+"""The contract of a router.   T tokens, E experts, K experts per token."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from cmoe.custom_ops.backends import Kernels
+from cmoe.pluggable import PluggableLayer
+from cmoe.routing import RouterInputs, Routing
+
+
+class FusedMoERouter(PluggableLayer):
+    """Inputs of T tokens -> a Routing: weights [T, K] float32, ids [T, K] in [-1, E).
+
+    requires: the fields of RouterInputs, besides hidden_states, that a call must come with; the
+        runner refuses a call without them.
+    num_logits: width of router_logits that the router reads; None when it reads none.
+    """
+
+    requires: frozenset[str] = frozenset({"router_logits"})
+    num_logits: int | None = None
+
+    @abstractmethod
+    def forward(self, inputs: RouterInputs) -> Routing:
+        """The routing of one call."""
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Called by the runner with the backend's kernels, whenever these are chosen."""
+
+    def correction_bias(self) -> Tensor | None:
+        """The bias that a checkpoint's `e_score_correction_bias` is loaded into, if there is one."""
+        return None

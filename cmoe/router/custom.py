@@ -1,0 +1,47 @@
+"""The router that calls a function of the user's.   T tokens, E experts, K experts per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cmoe.config import MoEConfig
+from cmoe.router.base import FusedMoERouter
+from cmoe.routing import RouterInputs, Routing
+
+RoutingFunction = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
+
+
+class CustomRouter(FusedMoERouter):
+    """weights, ids = function(hidden_states, router_logits, top_k, renormalize).
+
+    The signature of vLLM's `custom_routing_function`. hidden_states: [T, H]; router_logits: [T, E]
+    -> weights [T, K], ids [T, K] in [-1, E). Weights are multiplied by the routed scaling factor.
+    """
+
+    def __init__(self, config: MoEConfig, function: RoutingFunction) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.renormalize = config.router.renormalize
+        self.num_logits = config.num_experts
+        self.function = function
+        self.scaling = (
+            1.0
+            if config.router.apply_routed_scale_to_output
+            else config.router.routed_scaling_factor
+        )
+
+    def forward(self, inputs: RouterInputs) -> Routing:
+        """The function's answer, its shapes checked."""
+        x, logits = inputs.hidden_states, inputs.router_logits
+        weights, ids = self.function(x, logits, self.top_k, self.renormalize)
+        expected = (x.shape[0], self.top_k)
+        if tuple(weights.shape) != expected or tuple(ids.shape) != expected:
+            raise ValueError(
+                f"the custom routing function must return weights, ids of shape {expected}; "
+                f"got {tuple(weights.shape)}, {tuple(ids.shape)}"
+            )
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        return Routing(weights.to(wide) * self.scaling, ids)

@@ -1,0 +1,57 @@
+"""The router that reads the experts of a token from a table, by the token's id in the vocabulary.
+
+T tokens, V vocabulary, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cmoe.config import MoEConfig
+from cmoe.custom_ops.route import RENORMALIZE_EPSILON
+from cmoe.router.base import FusedMoERouter
+from cmoe.routing import RouterInputs, Routing
+
+
+class HashRouter(FusedMoERouter):
+    """ids = table[input_ids]; weights = sqrt(softplus(logits)) at those ids, renormalised, scaled.
+
+    The hash layers of DeepSeek-V4, after Roller et al. 2021 (arXiv 2106.04426).
+    table: [V, K] ids in [0, E), kept as the int32 buffer `hash_indices_table`.
+    """
+
+    requires = frozenset({"router_logits", "input_ids"})
+
+    def __init__(self, config: MoEConfig, table: Tensor) -> None:
+        super().__init__()
+        if table.dim() != 2 or table.shape[1] != config.top_k or table.is_floating_point():
+            raise ValueError(
+                f"the hash table must hold ids [vocabulary, {config.top_k}]; "
+                f"got {table.dtype} {tuple(table.shape)}"
+            )
+        if table.numel() and not table.is_meta:
+            low, high = int(table.min()), int(table.max())
+            if low < 0 or high >= config.num_experts:
+                raise ValueError(
+                    f"the hash table's ids must be in [0, {config.num_experts}); "
+                    f"got {low} to {high}"
+                )
+        self.num_logits = config.num_experts
+        self.renormalize = config.router.renormalize
+        self.scaling = config.router.routed_scaling_factor
+        if config.router.apply_routed_scale_to_output:
+            self.scaling = 1.0
+        self.register_buffer("hash_indices_table", table.to(torch.int32))
+
+    def forward(self, inputs: RouterInputs) -> Routing:
+        """router_logits: [T, E]; input_ids: [T]."""
+        logits = inputs.router_logits
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        ids = self.hash_indices_table[inputs.input_ids]
+        scores = F.softplus(torch.nan_to_num(logits.to(wide), nan=torch.finfo(wide).min)).sqrt()
+        weights = scores.gather(1, ids.long())
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)
+        return Routing(weights * self.scaling, ids)

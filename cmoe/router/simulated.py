@@ -1,0 +1,49 @@
+"""Routers for benchmarks: the load is chosen, the logits do not matter.
+
+T tokens, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from cmoe.config import MoEConfig
+from cmoe.router.base import FusedMoERouter
+from cmoe.routing import RouterInputs, Routing
+
+
+class SimulatedRouter(FusedMoERouter):
+    """K distinct experts for each token, drawn at random; weights 1 / K.
+
+    uniform: every expert as likely as any other. skewed: expert e with weight 1 / (e + 1)**exponent
+    (Zipf), drawn without replacement (Gumbel top-k, Kool et al. 2019, arXiv 1903.06059).
+    Fresh draws at each call from torch's generator: seed it with `torch.manual_seed`.
+    """
+
+    requires: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        load: Literal["uniform", "skewed"] = "uniform",
+        *,
+        exponent: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if load not in ("uniform", "skewed"):
+            raise ValueError(f"unknown load {load!r}; choose uniform or skewed")
+        self.top_k = config.top_k
+        ranks = torch.arange(1, config.num_experts + 1, dtype=torch.float32)
+        preference = torch.zeros_like(ranks) if load == "uniform" else -exponent * ranks.log()
+        self.register_buffer("log_preference", preference)
+
+    def forward(self, inputs: RouterInputs) -> Routing:
+        """Reads only how many tokens there are, where they are."""
+        x = inputs.hidden_states
+        shape = (x.shape[0], self.log_preference.shape[0])
+        uniform = torch.rand(shape, device=x.device).clamp_min(torch.finfo(torch.float32).tiny)
+        keys = self.log_preference - (-uniform.log()).log()
+        ids = keys.topk(self.top_k, dim=-1).indices.to(torch.int32)
+        return Routing(torch.full(ids.shape, 1 / self.top_k, device=x.device), ids)

@@ -1,0 +1,230 @@
+"""The whole sparse-MoE block: the one place where router, dispatcher, experts meet.
+
+T tokens, H hidden, E experts, K experts per token, S width of the shared experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cmoe.config import MoEConfig
+from cmoe.distributed.dispatch import Dispatcher
+from cmoe.load_report import LoadReport
+from cmoe.ops import moe_forward, moe_forward_shared
+from cmoe.pluggable import PluggableLayer
+from cmoe.routed_experts import RoutedExperts
+from cmoe.router.base import FusedMoERouter
+from cmoe.routing import RouterInputs
+from cmoe.runner_interface import MoEOutput, MoERunnerInterface
+from cmoe.runner_weights import BlockWeights
+from cmoe.shared_experts import SharedExperts
+
+
+@PluggableLayer.register("moe_runner")
+class MoERunner(MoERunnerInterface):
+    """gate -> router -> routed experts (+ shared experts), one registered op a call.
+
+    Owned, as submodules: gate, router, routed_experts, shared_experts, input_transform,
+    output_transform. The gate reads the block's input, the shared experts too; the routed experts
+    read input_transform(input), their scaled sum goes through output_transform.
+    transparent: trace through the layer op (torch.export, AOTInductor); the kernel ops stay. A call
+    that needs gradients, or that is being exported, is traced through in any case. Results are the
+    same to the bit.
+    """
+
+    def __init__(
+        self,
+        layer_name: str,
+        config: MoEConfig,
+        router: FusedMoERouter,
+        routed_experts: RoutedExperts,
+        dispatcher: Dispatcher,
+        *,
+        gate: nn.Module | None = None,
+        shared_experts: SharedExperts | None = None,
+        input_transform: nn.Module | None = None,
+        output_transform: nn.Module | None = None,
+        transparent: bool = False,
+    ) -> None:
+        super().__init__(layer_name)
+        self.config = config
+        self.dispatcher = dispatcher
+        self.transparent = transparent
+        self.gate = gate
+        self.router = router
+        self.routed_experts = routed_experts
+        self.shared_experts = shared_experts
+        self.input_transform = input_transform
+        self.output_transform = output_transform
+        self.routed_scale = (
+            config.router.routed_scaling_factor
+            if config.router.apply_routed_scale_to_output
+            else 1.0
+        )
+        self.router.use_kernels(routed_experts.kernels)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor | None = None,
+        *,
+        topk_weights: Tensor | None = None,
+        topk_ids: Tensor | None = None,
+        input_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The block's output for every token, shape of hidden_states.
+
+        hidden_states: [..., H], dtype of the weights. router_logits: [..., E], left out when the
+        layer owns its gate. topk_weights, topk_ids: [..., K], for a GivenTopKRouter. input_ids:
+        [...], for a HashRouter. ValueError for shapes, dtypes, missing or superfluous arguments.
+        """
+        inputs = self._flat(
+            RouterInputs(hidden_states, router_logits, topk_weights, topk_ids, input_ids)
+        )
+        x = inputs.hidden_states
+        if self.gate is not None:
+            inputs = inputs._replace(router_logits=self.gate(x))
+        output = self._run(inputs._replace(hidden_states=self._experts_input(x)), x)
+        y = self._finish(output)
+        return y.view(*hidden_states.shape[:-1], y.shape[-1])
+
+    def forward_impl(self, inputs: RouterInputs, shared_experts_input: Tensor | None) -> MoEOutput:
+        """inputs.hidden_states: [T, H] as the weights store H; shared_experts_input: [T, S]."""
+        shared = None
+        if self.shared_experts is not None:
+            shared = self.shared_experts(shared_experts_input)
+        routing = self.router(inputs)
+        dispatched = self.dispatcher.dispatch(inputs.hidden_states, routing)
+        y = self.routed_experts(dispatched.hidden_states, dispatched.routing)
+        y = self.dispatcher.combine(y)
+        if routing.identity_weights is not None:
+            identity = routing.identity_weights[:, None] * inputs.hidden_states
+            y = y + identity.to(y.dtype)
+        return MoEOutput(shared, y)
+
+    def load_weights(
+        self,
+        named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        strict: bool = True,
+    ) -> LoadReport:
+        """Loads the block's tensors, named as in the checkpoint, under the layer's name or alone.
+
+        experts.*: see RoutedExperts.load_weights. gate.* or router.*: the gate, with
+        e_score_correction_bias. shared_experts.* or shared_expert.*, shared_expert_gate.*: the
+        shared experts. LoadError as there.
+        """
+        block = BlockWeights(self.layer_name, self.router, self.gate, self.shared_experts)
+        return block.load(self.routed_experts, named_tensors, strict)
+
+    def _flat(self, inputs: RouterInputs) -> RouterInputs:
+        """The inputs with one leading dimension, judged before any work."""
+        x = inputs.hidden_states
+        self._check_hidden_states(x)
+        self._check_arguments(inputs)
+        lead = x.shape[:-1]
+        flat: dict[str, Tensor | None] = {"hidden_states": x.flatten(0, -2)}
+        for name, tensor in inputs._asdict().items():
+            if name == "hidden_states" or tensor is None:
+                continue
+            width = () if name == "input_ids" else (tensor.shape[-1],)
+            if tensor.shape[: len(lead)] != lead or tensor.dim() != len(lead) + len(width):
+                raise ValueError(
+                    f"{name} {tuple(tensor.shape)} must have the leading dimensions {tuple(lead)} "
+                    "of hidden_states"
+                )
+            flat[name] = tensor.reshape(-1) if name == "input_ids" else tensor.flatten(0, -2)
+        return inputs._replace(**flat)
+
+    def _check_hidden_states(self, x: Tensor) -> None:
+        expected = self.routed_experts.activation_dtype()
+        if x.dtype != expected:
+            raise ValueError(
+                f"hidden_states have dtype {x.dtype}, the weights {expected}; cast one of them"
+            )
+        if x.dim() < 2:
+            raise ValueError(f"hidden_states must be [..., hidden], got {tuple(x.shape)}")
+        if self.input_transform is None and x.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"hidden_states {tuple(x.shape)} must end in hidden_size "
+                f"({self.config.hidden_size})"
+            )
+
+    def _check_arguments(self, inputs: RouterInputs) -> None:
+        required = self.router.requires
+        if self.gate is not None:
+            if inputs.router_logits is not None:
+                raise ValueError("this layer owns its gate: leave router_logits out")
+            required = required - {"router_logits"}
+        for name, tensor in inputs._asdict().items():
+            if name in required and tensor is None:
+                raise ValueError(f"{type(self.router).__name__} needs {name}")
+            if tensor is not None and name not in required and name != "hidden_states":
+                raise ValueError(f"{type(self.router).__name__} does not take {name}")
+        logits, width = inputs.router_logits, self.router.num_logits
+        if logits is not None and width is not None and logits.shape[-1] != width:
+            raise ValueError(f"router_logits {tuple(logits.shape)} must end in {width} columns")
+
+    def _experts_input(self, x: Tensor) -> Tensor:
+        if self.input_transform is not None:
+            x = self.input_transform(x)
+            if x.shape[-1] != self.config.hidden_size:
+                raise ValueError(
+                    f"input_transform gives {tuple(x.shape)}, not hidden_size "
+                    f"({self.config.hidden_size}) columns"
+                )
+        missing = self.config.padded_hidden_size() - x.shape[-1]
+        return F.pad(x, (0, missing)) if missing else x
+
+    def _run(self, inputs: RouterInputs, x: Tensor) -> MoEOutput:
+        """forward_impl, inside a layer op unless it must be traced through."""
+        traced = self.transparent or torch.compiler.is_exporting() or self._needs_gradient(inputs)
+        if self.shared_experts is None:
+            if traced:
+                return self.forward_impl(inputs, None)
+            return MoEOutput(None, moe_forward(*inputs, self.layer_token))
+        if traced:
+            return self.forward_impl(inputs, x)
+        return MoEOutput(*moe_forward_shared(*inputs, x, self.layer_token))
+
+    def _needs_gradient(self, inputs: RouterInputs) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        tensors = [*self.parameters(), *(tensor for tensor in inputs if tensor is not None)]
+        return any(tensor.requires_grad for tensor in tensors)
+
+    def _finish(self, output: MoEOutput) -> Tensor:
+        """Cuts the padding, scales, transforms, adds the shared experts."""
+        y = output.routed[:, : self.config.hidden_size]
+        narrow = y.dtype
+        # Scaled sums of float16 outputs can leave its range, so they are formed in float32.
+        wide = torch.float32 if narrow == torch.float16 else narrow
+        if self.routed_scale != 1.0:
+            y = y.to(wide) * self.routed_scale
+        if self.output_transform is not None:
+            y = self.output_transform(_into_range(y, narrow))
+        if output.shared is not None:
+            y = y.to(wide) + output.shared
+        return _into_range(y, narrow).contiguous()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoERunner:
+        super()._apply(fn, recurse)
+        self.router.use_kernels(self.routed_experts.kernels)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.router.use_kernels(self.routed_experts.kernels)
+
+
+def _into_range(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in dtype; what lies outside the range of a narrower dtype becomes its outermost value."""
+    if y.dtype == dtype:
+        return y
+    finite = torch.finfo(dtype)
+    return y.clamp(finite.min, finite.max).to(dtype)

@@ -1,0 +1,82 @@
+"""The contract of a runner: what the layer ops, loaders, integrations rely on.
+
+T tokens, H hidden, S width of the shared experts.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cmoe.context import free_name, register_layer_for_moe_forward_op, register_token
+from cmoe.load_report import LoadReport
+from cmoe.pluggable import PluggableLayer
+from cmoe.routing import RouterInputs
+
+
+class MoEOutput(NamedTuple):
+    """What the inside of a layer op gives back; [T, ...] each."""
+
+    shared: Tensor | None  # [T, S], when the layer has shared experts
+    routed: Tensor  # [T, H]
+
+
+class MoERunnerInterface(PluggableLayer):
+    """One sparse-MoE block under a name, found by the layer ops through its token.
+
+    A subclass calls `super().__init__(layer_name)`, then implements the abstract methods.
+    layer_name: unique among the living layers of the static context.
+    layer_token: one byte whose address is the layer's identity; never written, never saved.
+    """
+
+    layer_token: Tensor
+
+    def __init__(self, layer_name: str) -> None:
+        super().__init__()
+        self.layer_name = layer_name
+        self.register_buffer("layer_token", torch.zeros(1, dtype=torch.uint8), persistent=False)
+        register_layer_for_moe_forward_op(self)
+        register_token(self)
+
+    @abstractmethod
+    def forward(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor | None = None,
+        *,
+        topk_weights: Tensor | None = None,
+        topk_ids: Tensor | None = None,
+        input_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The whole block, any leading dimensions."""
+
+    @abstractmethod
+    def forward_impl(self, inputs: RouterInputs, shared_experts_input: Tensor | None) -> MoEOutput:
+        """What happens inside a layer op: route, compute the experts, the shared ones too."""
+
+    @abstractmethod
+    def load_weights(
+        self,
+        named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        strict: bool = True,
+    ) -> LoadReport:
+        """Writes the block's checkpoint tensors into its parameters."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoERunnerInterface:
+        former_pointer = self.layer_token.data_ptr()
+        super()._apply(fn, recurse)
+        register_token(self, former_pointer)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A copy is a layer of its own: it needs another token, and a name that is free here.
+        self._buffers = {**self._buffers, "layer_token": torch.zeros_like(self.layer_token)}
+        self.layer_name = free_name(self.layer_name)
+        register_layer_for_moe_forward_op(self)
+        register_token(self)
