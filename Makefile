@@ -35,7 +35,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@echo 'Setting up $(VENV): a minute, and a few hundred MB, where torch is not downloaded yet'
+	@echo 'Setting up $(VENV), once: pip fetches torch first, which is most of the wait'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -11,7 +11,12 @@ import torch
 from cmoe.activation import Activation
 from cmoe.families import Attr, family_of
 
-_HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_HF_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import contextvars
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ class NamedLayer(Protocol):
 
     layer_name: str
     layer_token: Tensor
+
+    def forward_impl(self, inputs: Any, shared_experts_input: Tensor | None) -> Any:
+        """What the layer ops call, see MoERunnerInterface."""
 
 
 _Names = weakref.WeakValueDictionary[str, NamedLayer]

@@ -40,9 +40,7 @@ class ExpertMapManager:
                 "physical experts"
             )
         if self.placement not in ("linear", "round_robin"):
-            raise ValueError(
-                f"unknown placement {self.placement!r}; choose linear or round_robin"
-            )
+            raise ValueError(f"unknown placement {self.placement!r}; choose linear or round_robin")
 
     @classmethod
     def from_config(cls, config: MoEConfig) -> ExpertMapManager:

@@ -1,4 +1,4 @@
-"""The table of model families: how each one's config, block, checkpoint say what cmoe needs to know.
+"""The table of model families: where each one's config says what cmoe needs to know.
 
 Data only. A row names attributes of the family's Hugging Face config (`Attr`), literal values, the
 modules of its sparse block in transformers, the layout of its fused expert weights.

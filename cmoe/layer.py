@@ -14,7 +14,7 @@ from cmoe.runner import MoERunner
 from cmoe.shared_experts import SharedExperts
 
 
-def FusedMoE(  # noqa: N802 - the name that users of the object model know
+def FusedMoE(
     config: MoEConfig,
     prefix: str,
     *,
@@ -29,10 +29,14 @@ def FusedMoE(  # noqa: N802 - the name that users of the object model know
     """A ready MoERunner for one layer.
 
     prefix: the block's name in the model and in the checkpoint ("model.layers.0.mlp"); unique among
-        living layers. router: default TopKRouter(config). gate: module [T, H] -> logits [T, E] that
-        the layer owns, GateLinear for one; without it the caller passes router_logits.
-    shared_experts: module [T, S] -> [T, S], or a SharedExperts; shared_expert_gate: [T, S] -> [T, 1].
-    input_transform, output_transform: modules around the routed experts. transparent: see MoERunner.
+        living layers.
+    router: default TopKRouter(config).
+    gate: module [T, H] -> logits [T, E] that the layer owns, GateLinear for one; without it the
+        caller passes router_logits.
+    shared_experts: module [T, S] -> [T, S], or a SharedExperts.
+    shared_expert_gate: module [T, S] -> [T, 1].
+    input_transform, output_transform: modules around the routed experts.
+    transparent: see MoERunner.
     ValueError for what cannot be; UnsupportedError when no backend can run the layer.
     """
     _check_one_rank(config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cmoe.context import get_layer_from_name, get_layer_from_token
+from cmoe.context import NamedLayer, get_layer_from_name, get_layer_from_token
 from cmoe.custom_ops.registration import define_op
 from cmoe.routing import RouterInputs
 
@@ -19,7 +19,7 @@ _INPUTS = (
 )
 
 
-def _layer(layer: Tensor | str):
+def _layer(layer: Tensor | str) -> NamedLayer:
     return get_layer_from_name(layer) if isinstance(layer, str) else get_layer_from_token(layer)
 
 
@@ -104,7 +104,7 @@ moe_forward_shared = define_op(
     kernel=_moe_forward_shared,
     fake=_moe_forward_shared_fake,
 )
-"""As moe_forward, with shared_experts_input [T, S] -> (shared experts' output [T, S], sum [T, H])."""
+"""As moe_forward, with shared_experts_input [T, S] -> (their output [T, S], the sum [T, H])."""
 
 define_op(
     "cmoe::moe_forward_shared.by_name",

@@ -67,7 +67,10 @@ class PluggableLayer(nn.Module, metaclass=_ReplaceableMeta):
             raise ValueError(f"no replaceable layer is called {place!r}; known: {_known()}")
         contract = _contract(_NAMED[place])
         if not isinstance(replacement, type) or not issubclass(replacement, contract):
-            raise ValueError(f"a replacement for {place!r} must derive from {_path(contract)}; got {replacement!r}")
+            raise ValueError(
+                f"a replacement for {place!r} must derive from {_path(contract)}; "
+                f"got {replacement!r}"
+            )
         if place in _REPLACEMENTS:
             raise ValueError(
                 f"{place!r} is already replaced by {_path(_REPLACEMENTS[place])}; "
@@ -114,7 +117,11 @@ def _require_pluggable(cls: Any) -> None:
 
 def _contract(cls: type[PluggableLayer]) -> type[PluggableLayer]:
     """The class of cls's bases that stands right under PluggableLayer."""
-    return next(base for base in reversed(cls.__mro__) if issubclass(base, PluggableLayer) and base is not PluggableLayer)
+    return next(
+        base
+        for base in reversed(cls.__mro__)
+        if issubclass(base, PluggableLayer) and base is not PluggableLayer
+    )
 
 
 def _path(cls: type) -> str:

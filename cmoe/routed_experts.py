@@ -31,6 +31,10 @@ class RoutedExperts(PluggableLayer):
     values from `load_weights` after `to_empty`.
     """
 
+    w13_weight: nn.Parameter
+    w2_weight: nn.Parameter
+    expert_map: Tensor | None
+
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
@@ -57,8 +61,12 @@ class RoutedExperts(PluggableLayer):
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x: [T, H] -> [T, H], each token's weighted sum over its experts."""
         return self.quant_method.apply(
-            self.config, self._parameters, self.expert_map, self.kernels, x, routing
+            self.config, self.weights(), self.expert_map, self.kernels, x, routing
         )
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The parameters that the quant method asked for, by name."""
+        return {name: p for name, p in self._parameters.items() if p is not None}
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype that the input must have."""
@@ -117,7 +125,9 @@ class RoutedExperts(PluggableLayer):
         parsed = parse_expert_name(name)
         if parsed is None:
             return None
-        parameter = f"{'w2' if parsed.part == 'w2' else 'w13'}_{'bias' if parsed.is_bias else 'weight'}"
+        parameter = (
+            f"{'w2' if parsed.part == 'w2' else 'w13'}_{'bias' if parsed.is_bias else 'weight'}"
+        )
         if parameter not in self._parameters:
             return None
         if not tensor.is_floating_point():
@@ -142,7 +152,7 @@ class RoutedExperts(PluggableLayer):
     def _native_write(
         self, name: str, parameter: str, tensor: Tensor
     ) -> list[tuple[Tensor, Tensor, list[str]]]:
-        target = self._parameters[parameter]
+        target = self.weights()[parameter]
         _check_shape(name, tensor, tuple(target.shape))
         rows = range(self.placement.num_local_experts())
         slots = [_slot(parameter, row, part) for row in rows for part in self._parts_of(parameter)]
@@ -194,7 +204,7 @@ class RoutedExperts(PluggableLayer):
     def _target(self, parameter: str, row: int, part: str) -> Tensor:
         """The logical area of one part of one expert inside a parameter."""
         config = self.config
-        target = self._parameters[parameter].detach()[row]
+        target = self.weights()[parameter].detach()[row]
         if part == "w2":
             area = target[: config.hidden_size]
             return area if target.dim() == 1 else area[:, : config.intermediate_size]

@@ -128,7 +128,7 @@ class MoERunner(MoERunnerInterface):
         self._check_hidden_states(x)
         self._check_arguments(inputs)
         lead = x.shape[:-1]
-        flat: dict[str, Tensor | None] = {"hidden_states": x.flatten(0, -2)}
+        flat = {"hidden_states": x.flatten(0, -2)}
         for name, tensor in inputs._asdict().items():
             if name == "hidden_states" or tensor is None:
                 continue

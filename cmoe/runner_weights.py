@@ -57,9 +57,9 @@ class BlockWeights:
             for key, tensor in mine.items():
                 self._write(key, tensor, written)
         else:
-            rest = self._write_mine(named_tensors, written)
-            report = experts.load_weights(rest, strict=False)
-        return self._merged(report, written).check("weights") if strict else self._merged(report, written)
+            report = experts.load_weights(self._write_mine(named_tensors, written), strict=False)
+        merged = self._merged(report, written)
+        return merged.check("weights") if strict else merged
 
     def _write_mine(
         self, named_tensors: Iterable[tuple[str, Tensor]], written: dict[str, str]

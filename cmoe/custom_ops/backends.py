@@ -120,8 +120,8 @@ def explain_backends(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
 def choose_backend(spec: LayerSpec, requested: str = "auto") -> Backend:
     """The first backend that takes the layer, or the one that was asked for by name.
 
-    Raises UnsupportedError with every candidate's reasons when the one asked for refuses, ValueError
-    for a name that no backend has.
+    Raises UnsupportedError with every candidate's reasons when the one asked for refuses,
+    ValueError for a name that no backend has.
     """
     backends = {backend.name: backend for backend in list_backends()}
     if requested != "auto" and requested not in backends:
@@ -150,4 +150,6 @@ def _log_choice(chosen: str, device: str, reasons: tuple[tuple[str, tuple[str, .
     """Says once for each choice why faster backends were passed over."""
     passed = [f"{name}: {'; '.join(why)}" for name, why in reasons if why]
     if passed and device != "meta":
-        logger.warning("experts on %s run by the %s backend (%s)", device, chosen, ", ".join(passed))
+        logger.warning(
+            "experts on %s run by the %s backend (%s)", device, chosen, ", ".join(passed)
+        )

@@ -37,7 +37,9 @@ def fused_experts_reference(
     interleaved: bool,
     apply_router_weight_on_input: bool,
 ) -> Tensor:
-    """y[t] = sum over k of weight[t, k] * (w2[e] @ act(w13[e] @ x[t] + b13[e]) + b2[e]), e = id[t, k].
+    """y[t] = sum over k of weight[t, k] * (w2[e] @ act(w13[e] @ x[t] + b13[e]) + b2[e]).
+
+    e is topk_ids[t, k].
 
     x: [T, H]; w13: [E, N, H], gate rows then up rows, or alternating with `interleaved`;
     w2: [E, H, I]; any strides. topk_weights: [T, K] float32; topk_ids: [T, K] int32 or int64, where
@@ -118,9 +120,7 @@ def _check(
     if not (x.dtype == w13.dtype == w2.dtype):
         raise ValueError(f"x, w13, w2 must share a dtype; got {x.dtype}, {w13.dtype}, {w2.dtype}")
     if apply_router_weight_on_input and topk_ids.shape[1] != 1:
-        raise ValueError(
-            f"apply_router_weight_on_input needs top_k = 1, got {topk_ids.shape[1]}"
-        )
+        raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {topk_ids.shape[1]}")
 
 
 def _check_ids(topk_ids: Tensor, num_ids: int) -> None:

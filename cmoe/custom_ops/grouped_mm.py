@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -78,11 +80,11 @@ _weight_grad_op = define_op(
 )
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weight, offsets = ctx.saved_tensors
     needs_x, needs_weight, _ = ctx.needs_input_grad
     grad = grad.contiguous()
@@ -93,9 +95,7 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     )
 
 
-torch.library.register_autograd(
-    "cmoe::grouped_mm", _backward, setup_context=_setup_context
-)
+torch.library.register_autograd("cmoe::grouped_mm", _backward, setup_context=_setup_context)
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from cmoe.routing import Routing
 
 
 class Unquantized(QuantMethod):
-    """w13_weight [E, N, H] (gate rows, then up rows), w2_weight [E, H, I], biases [E, N], [E, H]."""
+    """w13_weight [E, N, H] (gate rows, up rows), w2_weight [E, H, I], biases [E, N], [E, H]."""
 
     def create_weights(
         self, config: MoEConfig, num_local_experts: int

@@ -30,5 +30,5 @@ class FusedMoERouter(PluggableLayer):
         """Called by the runner with the backend's kernels, whenever these are chosen."""
 
     def correction_bias(self) -> Tensor | None:
-        """The bias that a checkpoint's `e_score_correction_bias` is loaded into, if there is one."""
+        """Where a checkpoint's `e_score_correction_bias` goes; None: the router has none."""
         return None

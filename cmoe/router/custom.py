@@ -36,6 +36,7 @@ class CustomRouter(FusedMoERouter):
     def forward(self, inputs: RouterInputs) -> Routing:
         """The function's answer, its shapes checked."""
         x, logits = inputs.hidden_states, inputs.router_logits
+        assert logits is not None
         weights, ids = self.function(x, logits, self.top_k, self.renormalize)
         expected = (x.shape[0], self.top_k)
         if tuple(weights.shape) != expected or tuple(ids.shape) != expected:

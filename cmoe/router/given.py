@@ -15,6 +15,8 @@ class GivenTopKRouter(FusedMoERouter):
 
     def forward(self, inputs: RouterInputs) -> Routing:
         """Weights in float32 (float64 stays)."""
-        weights = inputs.topk_weights
+        weights, ids = inputs.topk_weights, inputs.topk_ids
+        assert weights is not None
+        assert ids is not None
         wide = torch.promote_types(weights.dtype, torch.float32)
-        return Routing(weights.to(wide), inputs.topk_ids)
+        return Routing(weights.to(wide), ids)

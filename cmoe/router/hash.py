@@ -23,6 +23,7 @@ class HashRouter(FusedMoERouter):
     """
 
     requires = frozenset({"router_logits", "input_ids"})
+    hash_indices_table: Tensor
 
     def __init__(self, config: MoEConfig, table: Tensor) -> None:
         super().__init__()
@@ -48,6 +49,7 @@ class HashRouter(FusedMoERouter):
     def forward(self, inputs: RouterInputs) -> Routing:
         """router_logits: [T, E]; input_ids: [T]."""
         logits = inputs.router_logits
+        assert logits is not None
         wide = torch.promote_types(logits.dtype, torch.float32)
         ids = self.hash_indices_table[inputs.input_ids]
         scores = F.softplus(torch.nan_to_num(logits.to(wide), nan=torch.finfo(wide).min)).sqrt()

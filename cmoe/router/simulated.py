@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from cmoe.config import MoEConfig
 from cmoe.router.base import FusedMoERouter
@@ -23,6 +24,7 @@ class SimulatedRouter(FusedMoERouter):
     """
 
     requires: frozenset[str] = frozenset()
+    log_preference: Tensor
 
     def __init__(
         self,

@@ -21,10 +21,12 @@ from cmoe.routing import RouterInputs, Routing
 class TopKRouter(FusedMoERouter):
     """`custom_ops.route` with the constants of `config.router`; its docstring has the formula.
 
-    Covers softmax top-k in either order (Mixtral, Qwen3-MoE, OLMoE, gpt-oss), sigmoid, sqrt-softplus,
-    ungrouped bias, grouped top-k with a bias or without (DeepSeek-V2, DeepSeek-V3, GLM-4.5).
-    e_score_correction_bias: buffer [E] float32, float32 it stays under `.to(dtype)`.
+    Covers softmax top-k in either order (Mixtral, Qwen3-MoE, OLMoE, gpt-oss), sigmoid,
+    sqrt-softplus, ungrouped bias, grouped top-k with a bias or without (DeepSeek-V2, -V3, GLM-4.5).
+    e_score_correction_bias: buffer [E] float32, under `.to(dtype)` too.
     """
+
+    e_score_correction_bias: Tensor | None
 
     def __init__(self, config: MoEConfig, *, num_logits: int | None = None) -> None:
         """num_logits: columns to route over; default: the experts of the config."""
@@ -69,7 +71,7 @@ class TopKRouter(FusedMoERouter):
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias
-        if after is not None and after.dtype != torch.float32:
+        if before is not None and after is not None and after.dtype != torch.float32:
             self.e_score_correction_bias = before.to(after.device)
         return self
 

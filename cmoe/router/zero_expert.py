@@ -5,7 +5,6 @@ T tokens, E experts, Z zero experts, K experts per token.
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 
@@ -48,5 +47,3 @@ class ZeroExpertRouter(FusedMoERouter):
     def correction_bias(self) -> Tensor | None:
         """The bias over all E + Z columns."""
         return self.topk.correction_bias()
-
-

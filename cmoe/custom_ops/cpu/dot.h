@@ -77,7 +77,7 @@ struct NativeBf16 {
 #pragma GCC unroll 8
       for (int j = 0; j < NT; ++j) acc[i][j] = vset(0.0f);
     }
-    auto step = [&](auto load, int k) {
+    auto step = [&](auto load, int k) CMOE_LAMBDA {
       __m512bh xv[MT];
 #pragma GCC unroll 8
       for (int i = 0; i < MT; ++i) xv[i] = (__m512bh)load(x[i] + k);
@@ -91,11 +91,11 @@ struct NativeBf16 {
     int k = 0;
     for (; k + kChunk <= n; k += kChunk) {
       fetch(ahead, k * sizeof(W));
-      step([](const uint16_t* p) { return load_pairs(p); }, k);
+      step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, k);
     }
     if (k < n) {
       const int rest = n - k;
-      step([rest](const uint16_t* p) { return load_pairs(p, rest); }, k);
+      step([rest](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p, rest); }, k);
     }
     reduce_tile<MT, NT>(acc, c, stride, add);
   }

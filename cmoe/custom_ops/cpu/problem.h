@@ -7,6 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 
+// A register tile is only fast if its accumulators never get an address.
+#define CMOE_LAMBDA __attribute__((always_inline))
+#define CMOE_INLINE inline __attribute__((always_inline))
+
 namespace cmoe {
 
 enum class DType : int { kBF16 = 0, kFP16 = 1, kFP32 = 2 };

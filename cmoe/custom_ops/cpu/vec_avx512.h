@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "problem.h"
+
 namespace cmoe {
 namespace CMOE_ISA {
 
@@ -84,12 +86,12 @@ inline __m512 fold1(__m512 a, __m512 b) {
 // c[i * stride + j] (+)= sum of the lanes of acc[i][j], four rows by four columns at a time in one transposing
 // tree. A missing row or column repeats its neighbour, which the compiler folds away.
 template <int MT, int NT, int J>
-inline void reduce_columns(const V (&acc)[MT][NT], float* c, int64_t stride, bool add) {
+CMOE_INLINE void reduce_columns(const V (&acc)[MT][NT], float* c, int64_t stride, bool add) {
   constexpr int kCols = NT - J < 4 ? NT - J : 4;
-  auto at = [&](int i, int j) {
+  auto at = [&](int i, int j) CMOE_LAMBDA {
     return (__m512)acc[i < MT ? i : MT - 1][J + (j < kCols ? j : kCols - 1)];
   };
-  auto column = [&](int j) {
+  auto column = [&](int j) CMOE_LAMBDA {
     return fold4(fold8(at(0, j), at(1, j)), fold8(at(2, j), at(3, j)));
   };
   const __m512 sum = fold1(fold2(column(0), column(1)), fold2(column(2), column(3)));
@@ -110,7 +112,7 @@ inline void reduce_columns(const V (&acc)[MT][NT], float* c, int64_t stride, boo
   if constexpr (NT - J > 4) reduce_columns<MT, NT, J + 4>(acc, c, stride, add);
 }
 template <int MT, int NT>
-inline void reduce_tile(const V (&acc)[MT][NT], float* c, int64_t stride, bool add) {
+CMOE_INLINE void reduce_tile(const V (&acc)[MT][NT], float* c, int64_t stride, bool add) {
   static_assert(MT <= 4, "one tree folds four rows");
   reduce_columns<MT, NT, 0>(acc, c, stride, add);
 }

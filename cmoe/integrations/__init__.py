@@ -1,0 +1,1 @@
+"""cmoe inside other libraries; nothing in cmoe imports from here."""
