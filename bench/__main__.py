@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import command_run
+from bench import command_compare, command_run
 
-_COMMANDS = (command_run,)
+_COMMANDS = (command_run, command_compare)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

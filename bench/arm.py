@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -119,6 +120,8 @@ class LocalArm:
             return Started(impl=self._peer.impl, error=reason or "not opened")
         draws = self._store.draws(case)
         try:
+            # What torch.compile warns of in a peer's code is no news to who measures it.
+            warnings.simplefilter("ignore")
             self._function = modes.apply(self.mode, self._loaded.function)
             self._arguments = [self._loaded.arguments(draw) for draw in draws]
             start = time.perf_counter()

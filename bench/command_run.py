@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench import cpu, environment, limits, modes, record, run, shapes, suites, tables
+from bench import cpu, environment, floor, limits, modes, record, run, shapes, suites, tables
 from bench.peers import PEERS, add_peers_from
 from bench.progress import Progress
 from bench.timing import CacheFlush, CudaCacheFlush, NoFlush
@@ -114,9 +114,12 @@ def execute(options: argparse.Namespace) -> int:
     measured = limits.measure(threads=options.threads)
 
     def keep(new: list[record.Cell], versions: dict[str, str]) -> None:
+        nonlocal measured
         cells.extend(new)
         described["versions"].update(versions)
-        made = record.Record(environment=described, limits=measured, cells=tuple(cells))
+        measured = limits.best_of(measured, limits.measure(threads=options.threads))
+        floored = tuple(floor.with_floors(cell, measured) for cell in cells)
+        made = record.Record(environment=described, limits=measured, cells=floored)
         record.save(made, options.out)
 
     groups = run.groups_of(suite)
@@ -125,7 +128,8 @@ def execute(options: argparse.Namespace) -> int:
     try:
         run.run_suite(
             suite,
-            limits=measured,
+            threads=options.threads,
+            cache_bytes=measured.cache_bytes,
             flush=_flush(options.no_flush, measured),
             remote_pythons=pythons,
             progress=progress,

@@ -21,7 +21,7 @@ _VARIABLES = ("OMP_NUM_THREADS", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "THP_MEM_A
 def describe(*, threads: int, command: str) -> dict[str, Any]:
     """Commit, versions, device, threads, load, the command: JSON data."""
     return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "commit": commit(),
         "device": device_name(),

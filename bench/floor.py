@@ -9,11 +9,13 @@ Activations are left out: they stay in the caches at decode, and the peak decide
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from bench.limits import Limits
+from bench.record import Cell
 from bench.routing import num_active
 from bench.shapes import Shape
 
@@ -56,6 +58,19 @@ def floor_ms(work: Work, limits: Limits, dtype: str) -> float:
 def floor_fma_ms(work: Work, limits: Limits) -> float:
     """The same with float32 FMA as the peak, whatever faster instruction there may be."""
     return max(bandwidth_ms(work, limits), compute_ms(work, limits.fma_fp32_tflops))
+
+
+def with_floors(cell: Cell, limits: Limits) -> Cell:
+    """The cell with its floors at these limits; as it is where it has no work of its own."""
+    if not cell.flops or cell.ms_median is None:
+        return cell
+    work = Work(active_experts=cell.active_experts, bytes=cell.bytes, flops=cell.flops)
+    return dataclasses.replace(
+        cell,
+        floor_ms=floor_ms(work, limits, cell.dtype),
+        floor_fma_ms=floor_fma_ms(work, limits),
+        limited_by=limited_by(work, limits, cell.dtype),
+    )
 
 
 def limited_by(work: Work, limits: Limits, dtype: str) -> str:

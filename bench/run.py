@@ -9,9 +9,8 @@ from types import TracebackType
 
 from bench import shapes as named
 from bench.arm import Arm, LocalArm, Started, TensorStore
-from bench.floor import floor_fma_ms, floor_ms, limited_by, work_of
+from bench.floor import work_of
 from bench.inputs import NUM_DRAWS, Case, Draw
-from bench.limits import Limits
 from bench.peers import CONTROL, make_peer
 from bench.peers.client import ArmServer, ServerError
 from bench.progress import Progress
@@ -145,8 +144,8 @@ def warm_up(arm: Arm, case: Case, effort: Effort, reference: Reference) -> Measu
     return m
 
 
-def cell_of(m: Measurement, group: Group, draws: Sequence[Draw], limits: Limits) -> Cell:
-    """The cell that a finished measurement makes."""
+def cell_of(m: Measurement, group: Group, draws: Sequence[Draw]) -> Cell:
+    """The cell that a finished measurement makes, its floors still open."""
     common = {
         "shape": group.shape.name,
         "tokens": group.tokens,
@@ -161,20 +160,18 @@ def cell_of(m: Measurement, group: Group, draws: Sequence[Draw], limits: Limits)
     timed = [draws[index % NUM_DRAWS] for index in range(min(len(m.samples), NUM_DRAWS))]
     works = [work_of(group.shape, group.dtype, draw.topk_ids) for draw in timed]
     typical = sorted(works, key=lambda work: work.active_experts)[len(works) // 2]
-    is_control = m.started.impl == CONTROL
+    if m.started.impl == CONTROL:
+        work = {}
+    else:
+        work = vars(typical)
     return Cell(
         **common,
-        active_experts=typical.active_experts,
-        bytes=typical.bytes,
-        flops=typical.flops,
+        **work,
         ms_median=median(m.samples),
         ms_min=min(m.samples),
         ms_samples=tuple(round(ms, 6) for ms in m.samples),
         runs=len(m.samples),
         first_call_ms=m.started.first_call_ms,
-        floor_ms=None if is_control else floor_ms(typical, limits, group.dtype),
-        floor_fma_ms=None if is_control else floor_fma_ms(typical, limits),
-        limited_by=None if is_control else limited_by(typical, limits, group.dtype),
     )
 
 
@@ -189,7 +186,8 @@ def layouts_of(suite: Suite, shape: Shape, remote_pythons: dict[str, str]) -> in
 def run_suite(
     suite: Suite,
     *,
-    limits: Limits,
+    threads: int,
+    cache_bytes: int,
     flush: Callable[[], object],
     remote_pythons: dict[str, str],
     progress: Progress,
@@ -202,8 +200,8 @@ def run_suite(
         store=store,
         flush=flush,
         remote_pythons=remote_pythons,
-        threads=limits.threads,
-        cache_bytes=limits.cache_bytes,
+        threads=threads,
+        cache_bytes=cache_bytes,
     ) as competitors:
         opened: tuple[Shape, str] | None = None
         reasons: dict[int, str | None] = {}
@@ -214,7 +212,7 @@ def run_suite(
                 opened = (group.shape, group.dtype)
             measured = _measure(suite, competitors.arms, reasons, group, store, progress)
             draws = store.draws(group.case())
-            cells = [cell_of(m, group, draws, limits) for m in measured]
+            cells = [cell_of(m, group, draws) for m in measured]
             versions = {m.started.impl: m.started.version for m in measured if m.started.version}
             keep(cells, versions)
             progress.done()

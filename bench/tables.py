@@ -106,6 +106,25 @@ def reasons_text(cells: Iterable[Cell]) -> str:
     return "\n".join(lines)
 
 
+def spread_of(cell: Cell) -> float:
+    """Distance of the quartiles of a cell's samples over its median."""
+    ordered = sorted(cell.ms_samples)
+    quarter = len(ordered) // 4
+    return (ordered[-1 - quarter] - ordered[quarter]) / (cell.ms_median or 1.0)
+
+
+def spread_text(cells: Iterable[Cell]) -> str:
+    """How much the samples of one cell differ: typically, at worst."""
+    timed = sorted((cell for cell in cells if cell.ms_samples), key=spread_of)
+    if not timed:
+        return "Nothing was timed."
+    typical, worst = timed[len(timed) // 2], timed[-1]
+    return (
+        f"Spread (quartile distance / median): {100 * spread_of(typical):.1f} % typical, at most "
+        f"{100 * spread_of(worst):.0f} % ({worst.shape} T={worst.tokens} {column_of(worst)})."
+    )
+
+
 def machine_text(record: Record) -> str:
     """The machine, its limits in this run, the command."""
     environment, limits = record.environment, record.limits
@@ -121,6 +140,7 @@ def machine_text(record: Record) -> str:
             f"{limits.matmul_bf16_tflops:.3g} TFLOP/s."
         )
     versions = environment.get("versions", {})
+    lines.append(spread_text(record.cells))
     lines.append("Versions: " + ", ".join(f"{name} {text}" for name, text in versions.items()) + ".")
     lines.append(f"Command: `{environment.get('command')}`")
     return "\n".join(lines)

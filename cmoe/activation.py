@@ -1,13 +1,13 @@
 """The table of expert activations: name, formula, gated or not.
 
 g is the gate part, u the up part of an expert's first projection; non-gated forms have g alone.
-Formulas are computed in float32 (float64 for float64 input), whatever the dtype of the input.
+Formulas are computed in the dtype of their input: callers widen it to float32 first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,14 +39,16 @@ def _swigluoai(g: Tensor, u: Tensor, alpha: float) -> Tensor:
 
 # Sources: SwiGLU/GEGLU, Shazeer 2020 (arXiv 2002.05202); squared ReLU, So et al. 2021 (arXiv
 # 2109.08668); swigluoai, the clamped SwiGLU of OpenAI's gpt-oss reference.
-_GATED: dict[str, _Formula] = {
+_GATED: Mapping[str, _Formula] = {
     "silu": _silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu2": _relu2,
     "swigluoai": _swigluoai,
 }
-_NON_GATED = {f"{name}_no_mul": name for name in ("silu", "gelu", "gelu_tanh", "relu2")}
+_NON_GATED: Mapping[str, str] = {
+    f"{name}_no_mul": name for name in ("silu", "gelu", "gelu_tanh", "relu2")
+}
 
 ACTIVATIONS: tuple[str, ...] = (*_GATED, *_NON_GATED)
 """Every name that `Activation` accepts."""

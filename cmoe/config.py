@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import torch
 from cmoe.activation import Activation
 from cmoe.families import Attr, family_of
 
-_HF_ACTIVATIONS = {
+_HF_ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -59,6 +60,12 @@ class RouterConfig:
                 f"num_expert_group ({self.num_expert_group}) with topk_group ({self.topk_group}) "
                 "needs use_grouped_topk=True"
             )
+        scale = self.routed_scaling_factor
+        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+            raise ValueError(f"routed_scaling_factor must be finite, got {scale!r}")
+        for name in ("num_expert_group", "topk_group"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} must be an int, got {getattr(self, name)!r}")
         if not 1 <= self.topk_group <= self.num_expert_group:
             raise ValueError(
                 f"topk_group ({self.topk_group}) must be between 1 and "
@@ -207,7 +214,7 @@ class MoEConfig:
         else torch's default. ValueError for a family that is not in the table, or for an attribute
         that the family's row names but the config lacks.
         """
-        family = family_of(_attribute(hf_config, "model_type"))
+        family = family_of(_attribute(hf_config, Attr("model_type")))
         activation = _resolve(hf_config, family.activation)
         activation["name"] = _HF_ACTIVATIONS.get(activation["name"], activation["name"])
         return cls(
@@ -223,28 +230,35 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _attribute(hf_config: Any, name: str) -> Any:
+def _attribute(hf_config: Any, attribute: Attr) -> Any:
     """An attribute of a transformers config, or an entry of a config.json's dict."""
     missing = object()
-    if isinstance(hf_config, Mapping):
-        value = hf_config.get(name, missing)
-    else:
-        value = getattr(hf_config, name, missing)
-    if value is missing:
-        raise ValueError(f"the Hugging Face config has no {name!r}; is it of another family?")
-    return value
+    for name in (attribute.name, attribute.other_name):
+        if name is None:
+            continue
+        if isinstance(hf_config, Mapping):
+            value = hf_config.get(name, missing)
+        else:
+            value = getattr(hf_config, name, missing)
+        if value is not missing:
+            return value
+    if attribute.default is None:
+        raise ValueError(
+            f"the Hugging Face config has no {attribute.name!r}; is it of another family?"
+        )
+    return attribute.default
 
 
 def _resolve(hf_config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _attribute(hf_config, value.name) if isinstance(value, Attr) else value
+        key: _attribute(hf_config, value) if isinstance(value, Attr) else value
         for key, value in fields.items()
     }
 
 
 def _dtype(hf_config: Any) -> torch.dtype:
     if isinstance(hf_config, Mapping):
-        value = hf_config.get("dtype", hf_config.get("torch_dtype"))
+        value = hf_config.get("dtype") or hf_config.get("torch_dtype")
     else:
         value = hf_config.dtype
     if isinstance(value, str):

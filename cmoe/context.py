@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ _Names = weakref.WeakValueDictionary[str, NamedLayer]
 
 _PROCESS_WIDE: _Names = weakref.WeakValueDictionary()
 _NAMES: contextvars.ContextVar[_Names] = contextvars.ContextVar("names", default=_PROCESS_WIDE)
+_REGISTERING = threading.Lock()
 _BY_TOKEN: weakref.WeakValueDictionary[int, NamedLayer] = weakref.WeakValueDictionary()
 
 
@@ -38,7 +40,9 @@ _BY_TOKEN: weakref.WeakValueDictionary[int, NamedLayer] = weakref.WeakValueDicti
 def static_context() -> Iterator[None]:
     """A scope with no names of its own yet: layers built inside may repeat names used outside.
 
-    Layers built inside work everywhere; only the lookup of their names ends with the scope.
+    Layers built inside work everywhere; only the lookup of their names ends with the scope. A
+    thread started inside has the names of the whole process, unless it runs in a copy of the
+    context (`contextvars.copy_context().run`).
     """
     reset = _NAMES.set(weakref.WeakValueDictionary())
     try:
@@ -52,12 +56,21 @@ def register_layer_for_moe_forward_op(layer: NamedLayer) -> None:
     names = _NAMES.get()
     if layer.layer_name in names:
         gc.collect()  # The holder of the name may be a deleted model that waits in a cycle.
-    if layer.layer_name in names:
-        raise ValueError(
-            f"a layer named {layer.layer_name!r} exists already; give each layer its own prefix, "
-            "delete the other one, or build this model inside `with cmoe.static_context():`"
-        )
-    names[layer.layer_name] = layer
+    with _REGISTERING:
+        if layer.layer_name in names:
+            raise ValueError(
+                f"a layer named {layer.layer_name!r} exists already; give each layer its own "
+                "prefix, delete the other one, or build this model inside "
+                "`with cmoe.static_context():`"
+            )
+        names[layer.layer_name] = layer
+
+
+def register_copy_for_moe_forward_op(layer: NamedLayer, name: str) -> None:
+    """Enters a layer under the first free form of `name`."""
+    with _REGISTERING:
+        layer.layer_name = free_name(name)
+        _NAMES.get()[layer.layer_name] = layer
 
 
 def free_name(name: str) -> str:

@@ -88,7 +88,11 @@ class ExpertMapManager:
         return torch.tensor(logical, dtype=torch.int32, device="cpu")
 
     def owner_of(self, physical_expert: int) -> int:
-        """The rank that holds a physical expert."""
+        """The rank that holds a physical expert; ValueError for one outside [0, P)."""
+        if not 0 <= physical_expert < self.num_physical_experts:
+            raise ValueError(
+                f"physical expert {physical_expert} is not in [0, {self.num_physical_experts})"
+            )
         return next(
             rank
             for rank in range(self.ep_size)

@@ -13,9 +13,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Attr:
-    """A value read from the Hugging Face config, under the given attribute."""
+    """A value read from the Hugging Face config, under the given attribute.
+
+    other_name: what other versions of the config call it. default: the value where the config has
+        neither; None: that is an error.
+    """
 
     name: str
+    other_name: str | None = None
+    default: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +33,8 @@ class Family:
     gate, shared_experts: names of the block's modules; None: the block has none.
     transposed, interleaved: the layout of the fused expert weights, as transformers keeps them.
     returns_router_scores: the block returns (hidden_states, scores) instead of hidden_states.
+    renames: parts of tensor names, (in checkpoints, in the model), where they differ.
+    holds_when: attributes of the config with the value under which the block does what the row says.
     """
 
     model_type: str
@@ -39,6 +47,8 @@ class Family:
     transposed: bool = False
     interleaved: bool = False
     returns_router_scores: bool = False
+    renames: tuple[tuple[str, str], ...] = ()
+    holds_when: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -46,7 +56,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="qwen3_moe",
         block="Qwen3MoeSparseMoeBlock",
         config={
-            "num_experts": Attr("num_experts"),
+            "num_experts": Attr("num_experts", other_name="num_local_experts"),
             "top_k": Attr("num_experts_per_tok"),
             "hidden_size": Attr("hidden_size"),
             "intermediate_size": Attr("moe_intermediate_size"),
@@ -63,6 +73,8 @@ FAMILIES: tuple[Family, ...] = (
             "intermediate_size": Attr("intermediate_size"),
         },
         router={"scoring_func": "softmax", "renormalize": True},
+        holds_when={"router_jitter_noise": 0.0},
+        renames=((".block_sparse_moe.", ".mlp."),),
     ),
     Family(
         model_type="deepseek_v3",
@@ -97,7 +109,7 @@ FAMILIES: tuple[Family, ...] = (
         router={"scoring_func": "softmax", "softmax_after_topk": True, "renormalize": False},
         activation={
             "name": "swigluoai",
-            "alpha": Attr("swiglu_alpha"),
+            "alpha": Attr("swiglu_alpha", default=1.702),
             "limit": Attr("swiglu_limit"),
         },
         gate="router",

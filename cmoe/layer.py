@@ -42,6 +42,8 @@ def FusedMoE(
     _check_one_rank(config)
     if shared_expert_gate is not None and shared_experts is None:
         raise ValueError("shared_expert_gate needs shared_experts")
+    if shared_expert_gate is not None and isinstance(shared_experts, SharedExperts):
+        raise ValueError("shared_expert_gate belongs into the SharedExperts that are given")
     if shared_experts is not None and not isinstance(shared_experts, SharedExperts):
         shared_experts = SharedExperts(shared_experts, shared_expert_gate)
     return MoERunner(

@@ -23,11 +23,29 @@ def _layer(layer: Tensor | str) -> NamedLayer:
     return get_layer_from_name(layer) if isinstance(layer, str) else get_layer_from_token(layer)
 
 
-def _own(y: Tensor, x: Tensor) -> Tensor:
-    """y contiguous, in memory of its own: an op's output must not alias its input."""
-    if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+def _own(y: Tensor, like: Tensor, *inputs: Tensor) -> Tensor:
+    """y contiguous, in memory of its own: an op's output must not alias its inputs.
+
+    RuntimeError when y is not what the op's fake promises: shape, dtype of `like`.
+    """
+    if y.shape != like.shape or y.dtype != like.dtype:
+        raise RuntimeError(
+            f"the layer gave {y.dtype} {tuple(y.shape)} where its input has "
+            f"{like.dtype} {tuple(like.shape)}"
+        )
+    storage = y.untyped_storage().data_ptr()
+    if any(storage == x.untyped_storage().data_ptr() for x in (like, *inputs)):
         return y.clone(memory_format=torch.contiguous_format)
     return y.contiguous()
+
+
+def _promise(like: Tensor, layer: Tensor | str) -> Tensor:
+    """The fake of an output. A token on the meta device brings real calls here too."""
+    if isinstance(layer, Tensor) and layer.is_meta and not like.is_meta:
+        raise RuntimeError(
+            "the layer is on the meta device; call to_empty(device=...), then load its weights"
+        )
+    return like.new_empty(like.shape)
 
 
 def _moe_forward(
@@ -50,7 +68,7 @@ def _moe_forward_fake(
     input_ids: Tensor | None,
     layer: Tensor | str,
 ) -> Tensor:
-    return hidden_states.new_empty(hidden_states.shape)
+    return _promise(hidden_states, layer)
 
 
 def _moe_forward_shared(
@@ -64,7 +82,8 @@ def _moe_forward_shared(
 ) -> tuple[Tensor, Tensor]:
     inputs = RouterInputs(hidden_states, router_logits, topk_weights, topk_ids, input_ids)
     output = _layer(layer).forward_impl(inputs, shared_experts_input)
-    return _own(output.shared, shared_experts_input), _own(output.routed, hidden_states)
+    shared = _own(output.shared, shared_experts_input, hidden_states)
+    return shared, _own(output.routed, hidden_states, shared_experts_input, shared)
 
 
 def _moe_forward_shared_fake(
@@ -76,10 +95,7 @@ def _moe_forward_shared_fake(
     shared_experts_input: Tensor,
     layer: Tensor | str,
 ) -> tuple[Tensor, Tensor]:
-    return (
-        shared_experts_input.new_empty(shared_experts_input.shape),
-        hidden_states.new_empty(hidden_states.shape),
-    )
+    return _promise(shared_experts_input, layer), _promise(hidden_states, layer)
 
 
 moe_forward = define_op(

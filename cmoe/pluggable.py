@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -10,6 +11,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 _Class = TypeVar("_Class", bound="type[PluggableLayer]")
+
+_LATER = object()
+"""Stands for the class that a decorator with parentheses is given in its second call."""
 
 _NAMED: dict[str, type[PluggableLayer]] = {}
 _REPLACEMENTS: dict[str, type[PluggableLayer]] = {}
@@ -54,13 +58,14 @@ class PluggableLayer(nn.Module, metaclass=_ReplaceableMeta):
         return decorate
 
     @classmethod
-    def register_oot(cls, replacement: Any = None, *, name: str | None = None) -> Any:
+    def register_oot(cls, replacement: Any = _LATER, *, name: str | None = None) -> Any:
         """Puts a class in the place of this one, or of the one called `name`.
 
         A decorator with or without parentheses, or a plain call. ValueError for an unknown name, a
-        place already taken, something that is not a class or does not derive from the contract.
+        place already taken, something that is not a class, does not derive from the contract, or
+        leaves some of the contract's methods abstract.
         """
-        if replacement is None:
+        if replacement is _LATER:
             return lambda later: cls.register_oot(later, name=name)
         place = name if name is not None else cls._own_name()
         if place not in _NAMED:
@@ -71,6 +76,9 @@ class PluggableLayer(nn.Module, metaclass=_ReplaceableMeta):
                 f"a replacement for {place!r} must derive from {_path(contract)}; "
                 f"got {replacement!r}"
             )
+        if inspect.isabstract(replacement):
+            missing = ", ".join(sorted(replacement.__abstractmethods__))
+            raise ValueError(f"{_path(replacement)} cannot be built: it does not define {missing}")
         if place in _REPLACEMENTS:
             raise ValueError(
                 f"{place!r} is already replaced by {_path(_REPLACEMENTS[place])}; "

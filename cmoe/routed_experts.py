@@ -5,7 +5,7 @@ T tokens, H hidden, I intermediate, E local experts, N = 2I for gated activation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from cmoe.config import MoEConfig
 from cmoe.custom_ops.backends import Kernels, LayerSpec, select_kernels
 from cmoe.errors import LoadError
 from cmoe.expert_map import ExpertMapManager
-from cmoe.load_report import LoadReport
+from cmoe.load_report import LoadReport, NamedTensors, Write, load_tensors
 from cmoe.pluggable import PluggableLayer
 from cmoe.quant.table import make_quant_method
 from cmoe.routing import Routing
@@ -51,12 +51,12 @@ class RoutedExperts(PluggableLayer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fresh random weights; zero biases; zeros in the padding."""
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.weights().items():
             if name.endswith("_bias"):
                 parameter.zero_()
             else:
                 parameter.normal_(std=0.02)
-        self._zero_padding()
+        self.zero_padding()
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x: [T, H] -> [T, H], each token's weighted sum over its experts."""
@@ -72,39 +72,18 @@ class RoutedExperts(PluggableLayer):
         """The dtype that the input must have."""
         return self.w13_weight.dtype
 
-    def load_weights(
-        self,
-        named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        *,
-        strict: bool = True,
-    ) -> LoadReport:
+    def load_weights(self, named_tensors: NamedTensors, *, strict: bool = True) -> LoadReport:
         """Writes checkpoint tensors into the parameters' storage.
 
         Names as `checkpoint/names.py` reads them, at any prefix; layout of fused tensors as
-        `config.layout` declares it. A mapping is judged whole before anything is written; an
-        iterator is consumed once, so that a fault in its middle leaves what came before it written.
-        Loading again gives the same result in the same storage. With `strict`, LoadError for a key
-        with no home or a slot left unwritten; in any case for a shape or dtype that does not fit.
+        `config.layout` declares it. Loading again gives the same result in the same storage.
+        A mapping is judged whole before anything is written. LoadError: see `load_tensors`.
         """
-        if isinstance(named_tensors, Mapping):
-            named_tensors = list(named_tensors.items())
-            for name, tensor in named_tensors:
-                self._writes(name, tensor)
-        used, homeless, written = [], [], {}
-        self._zero_padding()
-        for name, tensor in named_tensors:
-            writes = self._writes(name, tensor)
-            if writes is None:
-                homeless.append(name)
-                continue
-            used.append(name)
-            for target, source, slots in writes:
-                with torch.no_grad():
-                    target.copy_(source)
-                written.update(dict.fromkeys(slots))
-        unwritten = tuple(slot for slot in self.slots() if slot not in written)
-        report = LoadReport(tuple(used), tuple(written), tuple(homeless), unwritten)
-        return report.check("expert weights") if strict else report
+        report = load_tensors(
+            named_tensors, self.home_of, self.slots(), what="expert weights", strict=strict
+        )
+        self.zero_padding()
+        return report
 
     def slots(self) -> list[str]:
         """Every place that a complete checkpoint fills, such as `w13_weight[3].w1`."""
@@ -120,8 +99,11 @@ class RoutedExperts(PluggableLayer):
             return ("w2",)
         return ("w1", "w3") if self.config.activation.is_gated() else ("w1",)
 
-    def _writes(self, name: str, tensor: Tensor) -> list[tuple[Tensor, Tensor, list[str]]] | None:
-        """(target, source, slots) for one checkpoint tensor; None when it has no home here."""
+    def home_of(self, name: str, tensor: Tensor) -> list[Write] | None:
+        """Where one checkpoint tensor goes; None when it has no home here.
+
+        LoadError for a shape or dtype that does not fit.
+        """
         parsed = parse_expert_name(name)
         if parsed is None:
             return None
@@ -137,7 +119,7 @@ class RoutedExperts(PluggableLayer):
             return self._native_write(name, parameter, tensor)
         tensor = self._oriented(name, parsed, tensor)
         return [
-            (self._target(parameter, row, part), source, [_slot(parameter, row, part)])
+            Write(self._target(parameter, row, part), source, (_slot(parameter, row, part),))
             for part, halves in self._split(parsed, tensor)
             for row, source in self._per_row(rows, parsed, halves)
         ]
@@ -149,14 +131,13 @@ class RoutedExperts(PluggableLayer):
             raise LoadError(f"{name}: this layer has {self.config.num_experts} experts")
         return {row: e for e in experts for row in self.placement.local_rows_of(e)}
 
-    def _native_write(
-        self, name: str, parameter: str, tensor: Tensor
-    ) -> list[tuple[Tensor, Tensor, list[str]]]:
+    def _native_write(self, name: str, parameter: str, tensor: Tensor) -> list[Write]:
         target = self.weights()[parameter]
         _check_shape(name, tensor, tuple(target.shape))
         rows = range(self.placement.num_local_experts())
-        slots = [_slot(parameter, row, part) for row in rows for part in self._parts_of(parameter)]
-        return [(target, tensor, slots)]
+        parts = self._parts_of(parameter)
+        slots = tuple(_slot(parameter, row, part) for row in rows for part in parts)
+        return [Write(target, tensor, slots)]
 
     def _oriented(self, name: str, parsed: ExpertTensorName, tensor: Tensor) -> Tensor:
         """The tensor as [..., out, in], its shape checked."""
@@ -178,7 +159,8 @@ class RoutedExperts(PluggableLayer):
             if config.layout.transposed:
                 _check_shape(name, tensor, (*experts, columns, rows), "declared transposed")
                 return tensor.transpose(-1, -2)
-        _check_shape(name, tensor, (*experts, rows, columns), "declared not transposed")
+        why = "" if parsed.expert is not None else "not declared transposed"
+        _check_shape(name, tensor, (*experts, rows, columns), why)
         return tensor
 
     def _split(self, parsed: ExpertTensorName, tensor: Tensor) -> list[tuple[str, Tensor]]:
@@ -213,7 +195,8 @@ class RoutedExperts(PluggableLayer):
         return area if target.dim() == 1 else area[:, : config.hidden_size]
 
     @torch.no_grad()
-    def _zero_padding(self) -> None:
+    def zero_padding(self) -> None:
+        """Zeros behind the logical sizes."""
         config = self.config
         hidden, intermediate = config.hidden_size, config.intermediate_size
         if (hidden, intermediate) == (
@@ -221,7 +204,7 @@ class RoutedExperts(PluggableLayer):
             config.padded_intermediate_size(),
         ):
             return
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.weights().items():
             if name.startswith("w2"):
                 parameter[:, hidden:] = 0
             else:
@@ -252,7 +235,7 @@ class RoutedExperts(PluggableLayer):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
+        state = super().__getstate__()
         del state["kernels"]  # Chosen anew where the copy lives.
         return state
 

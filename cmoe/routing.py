@@ -1,4 +1,4 @@
-"""The bundles of tensors that pass between the router's side of the layer and the experts' side.
+"""The bundles of tensors that pass from stage to stage of a layer.
 
 T tokens, H hidden, E experts, K experts per token.
 """

@@ -5,7 +5,7 @@ T tokens, H hidden, E experts, K experts per token, S width of the shared expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cmoe.config import MoEConfig
 from cmoe.distributed.dispatch import Dispatcher
-from cmoe.load_report import LoadReport
+from cmoe.load_report import LoadReport, NamedTensors
 from cmoe.ops import moe_forward, moe_forward_shared
 from cmoe.pluggable import PluggableLayer
 from cmoe.routed_experts import RoutedExperts
@@ -89,6 +89,7 @@ class MoERunner(MoERunnerInterface):
         x = inputs.hidden_states
         if self.gate is not None:
             inputs = inputs._replace(router_logits=self.gate(x))
+            self._check_widths(inputs)
         output = self._run(inputs._replace(hidden_states=self._experts_input(x)), x)
         y = self._finish(output)
         return y.view(*hidden_states.shape[:-1], y.shape[-1])
@@ -109,7 +110,7 @@ class MoERunner(MoERunnerInterface):
 
     def load_weights(
         self,
-        named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        named_tensors: NamedTensors,
         *,
         strict: bool = True,
     ) -> LoadReport:
@@ -117,28 +118,27 @@ class MoERunner(MoERunnerInterface):
 
         experts.*: see RoutedExperts.load_weights. gate.* or router.*: the gate, with
         e_score_correction_bias. shared_experts.* or shared_expert.*, shared_expert_gate.*: the
-        shared experts. LoadError as there.
+        shared experts. input_transform.*, output_transform.*: these. The names of the layer's own
+        state_dict serve too. LoadError as there.
         """
-        block = BlockWeights(self.layer_name, self.router, self.gate, self.shared_experts)
+        block = BlockWeights(self.prefix)
+        block.enter_router(self.router, self.gate)
+        block.enter_shared_experts(self.shared_experts)
+        block.enter(self.input_transform, "input_transform")
+        block.enter(self.output_transform, "output_transform")
         return block.load(self.routed_experts, named_tensors, strict)
 
     def _flat(self, inputs: RouterInputs) -> RouterInputs:
         """The inputs with one leading dimension, judged before any work."""
         x = inputs.hidden_states
         self._check_hidden_states(x)
-        self._check_arguments(inputs)
-        lead = x.shape[:-1]
+        self._check_presence(inputs)
         flat = {"hidden_states": x.flatten(0, -2)}
         for name, tensor in inputs._asdict().items():
-            if name == "hidden_states" or tensor is None:
-                continue
-            width = () if name == "input_ids" else (tensor.shape[-1],)
-            if tensor.shape[: len(lead)] != lead or tensor.dim() != len(lead) + len(width):
-                raise ValueError(
-                    f"{name} {tuple(tensor.shape)} must have the leading dimensions {tuple(lead)} "
-                    "of hidden_states"
-                )
-            flat[name] = tensor.reshape(-1) if name == "input_ids" else tensor.flatten(0, -2)
+            if name != "hidden_states" and tensor is not None:
+                _check_argument(name, tensor, x.shape[:-1])
+                flat[name] = tensor.reshape(-1) if name == "input_ids" else tensor.flatten(0, -2)
+        self._check_widths(inputs)
         return inputs._replace(**flat)
 
     def _check_hidden_states(self, x: Tensor) -> None:
@@ -155,7 +155,7 @@ class MoERunner(MoERunnerInterface):
                 f"({self.config.hidden_size})"
             )
 
-    def _check_arguments(self, inputs: RouterInputs) -> None:
+    def _check_presence(self, inputs: RouterInputs) -> None:
         required = self.router.requires
         if self.gate is not None:
             if inputs.router_logits is not None:
@@ -166,9 +166,18 @@ class MoERunner(MoERunnerInterface):
                 raise ValueError(f"{type(self.router).__name__} needs {name}")
             if tensor is not None and name not in required and name != "hidden_states":
                 raise ValueError(f"{type(self.router).__name__} does not take {name}")
+
+    def _check_widths(self, inputs: RouterInputs) -> None:
         logits, width = inputs.router_logits, self.router.num_logits
         if logits is not None and width is not None and logits.shape[-1] != width:
-            raise ValueError(f"router_logits {tuple(logits.shape)} must end in {width} columns")
+            source = "the gate's logits" if self.gate is not None else "router_logits"
+            raise ValueError(f"{source} {tuple(logits.shape)} must end in {width} columns")
+        weights, ids = inputs.topk_weights, inputs.topk_ids
+        if weights is not None and ids is not None and weights.shape != ids.shape:
+            raise ValueError(
+                f"topk_weights {tuple(weights.shape)} and topk_ids {tuple(ids.shape)} must have "
+                "the same shape"
+            )
 
     def _experts_input(self, x: Tensor) -> Tensor:
         if self.input_transform is not None:
@@ -220,6 +229,22 @@ class MoERunner(MoERunnerInterface):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.router.use_kernels(self.routed_experts.kernels)
+
+
+def _check_argument(name: str, tensor: Tensor, lead: torch.Size) -> None:
+    """A router's argument: dtype, dimensions."""
+    if name in ("topk_ids", "input_ids"):
+        fits, wanted = tensor.dtype in (torch.int32, torch.int64), "int32 or int64"
+    else:
+        fits, wanted = tensor.is_floating_point(), "a float dtype"
+    if not fits:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must have {wanted}")
+    num_dims = len(lead) + (name != "input_ids")
+    if tensor.dim() != num_dims or tensor.shape[: len(lead)] != lead:
+        raise ValueError(
+            f"{name} {tuple(tensor.shape)} must have the leading dimensions {tuple(lead)} "
+            f"of hidden_states, {num_dims} dimensions in all"
+        )
 
 
 def _into_range(y: Tensor, dtype: torch.dtype) -> Tensor:

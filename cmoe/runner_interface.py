@@ -6,14 +6,18 @@ T tokens, H hidden, S width of the shared experts.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cmoe.context import free_name, register_layer_for_moe_forward_op, register_token
-from cmoe.load_report import LoadReport
+from cmoe.context import (
+    register_copy_for_moe_forward_op,
+    register_layer_for_moe_forward_op,
+    register_token,
+)
+from cmoe.load_report import LoadReport, NamedTensors
 from cmoe.pluggable import PluggableLayer
 from cmoe.routing import RouterInputs
 
@@ -30,6 +34,7 @@ class MoERunnerInterface(PluggableLayer):
 
     A subclass calls `super().__init__(layer_name)`, then implements the abstract methods.
     layer_name: unique among the living layers of the static context.
+    prefix: the name that the layer was built with, which checkpoints know; copies share it.
     layer_token: one byte whose address is the layer's identity; never written, never saved.
     """
 
@@ -38,9 +43,11 @@ class MoERunnerInterface(PluggableLayer):
     def __init__(self, layer_name: str) -> None:
         super().__init__()
         self.layer_name = layer_name
+        self.prefix = layer_name
         self.register_buffer("layer_token", torch.zeros(1, dtype=torch.uint8), persistent=False)
         register_layer_for_moe_forward_op(self)
         register_token(self)
+        self.register_load_state_dict_post_hook(_settle_loaded)
 
     @abstractmethod
     def forward(
@@ -61,7 +68,7 @@ class MoERunnerInterface(PluggableLayer):
     @abstractmethod
     def load_weights(
         self,
-        named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        named_tensors: NamedTensors,
         *,
         strict: bool = True,
     ) -> LoadReport:
@@ -77,6 +84,14 @@ class MoERunnerInterface(PluggableLayer):
         super().__setstate__(state)
         # A copy is a layer of its own: it needs another token, and a name that is free here.
         self._buffers = {**self._buffers, "layer_token": torch.zeros_like(self.layer_token)}
-        self.layer_name = free_name(self.layer_name)
-        register_layer_for_moe_forward_op(self)
+        register_copy_for_moe_forward_op(self, self.prefix)
         register_token(self)
+
+
+def _settle_loaded(layer: MoERunnerInterface, incompatible_keys: Any) -> None:
+    """After load_state_dict(assign=True) the parameters are other tensors, maybe elsewhere."""
+    if layer.layer_token.is_meta:
+        devices = (parameter.device for parameter in layer.parameters())
+        home = next((device for device in devices if device.type != "meta"), None)
+        layer.layer_token = torch.zeros_like(layer.layer_token, device=home)
+    layer._apply(lambda tensor: tensor)

@@ -2,105 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-
-import torch
 from torch import Tensor, nn
 
 from cmoe.errors import LoadError
-from cmoe.load_report import LoadReport
+from cmoe.load_report import LoadReport, NamedTensors, Write, load_tensors
 from cmoe.routed_experts import RoutedExperts
 from cmoe.router.base import FusedMoERouter
 from cmoe.shared_experts import SharedExperts
-
-NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 class BlockWeights:
     """The places of one block outside its routed experts, by checkpoint name.
 
     Some places have several names: `gate.*` is `router.*` in gpt-oss, `shared_experts.*` is
-    `shared_expert.*` in Qwen2-MoE. The first name given is the slot's name in reports.
+    `shared_expert.*` in Qwen2-MoE, `shared_experts.mlp.*` in the block's own state_dict. The first
+    name given is the slot's name in reports.
     """
 
-    def __init__(
-        self,
-        layer_name: str,
-        router: FusedMoERouter,
-        gate: nn.Module | None,
-        shared_experts: SharedExperts | None,
-    ) -> None:
-        self._prefix = f"{layer_name}."
+    def __init__(self, prefix: str) -> None:
+        self._prefix = f"{prefix}."
         self._slots: dict[str, Tensor] = {}
         self._names: dict[str, str] = {}
-        self._enter(gate, "gate", "router")
+
+    def enter_router(self, router: FusedMoERouter, gate: nn.Module | None) -> None:
+        """The gate's parameters, the router's correction bias."""
+        self.enter(gate, "gate", "router")
         if (bias := router.correction_bias()) is not None:
-            self._enter_tensor(
-                bias,
-                "gate.e_score_correction_bias",
-                "router.e_score_correction_bias",
-                "e_score_correction_bias",
-            )
+            name = "e_score_correction_bias"
+            names = (f"gate.{name}", f"router.{name}", f"router.topk.{name}", name)
+            self._enter_tensor(bias, names)
+
+    def enter_shared_experts(self, shared_experts: SharedExperts | None) -> None:
+        """The shared experts' parameters, those of their gate."""
         if shared_experts is not None:
-            self._enter(shared_experts.mlp, "shared_experts", "shared_expert")
-            self._enter(shared_experts.gate, "shared_expert_gate", "shared_experts_gate")
+            self.enter(shared_experts.mlp, "shared_experts", "shared_expert", "shared_experts.mlp")
+            self.enter(
+                shared_experts.gate,
+                "shared_expert_gate",
+                "shared_experts_gate",
+                "shared_experts.gate",
+            )
+
+    def enter(self, module: nn.Module | None, *names: str) -> None:
+        """Every parameter of the module, under each of its names."""
+        if module is not None:
+            for suffix, parameter in module.named_parameters():
+                self._enter_tensor(parameter, tuple(f"{name}.{suffix}" for name in names))
 
     def load(self, experts: RoutedExperts, named_tensors: NamedTensors, strict: bool) -> LoadReport:
         """Writes every tensor to its place; see MoERunner.load_weights."""
-        written: dict[str, str] = {}
-        if isinstance(named_tensors, Mapping):
-            mine = {key: t for key, t in named_tensors.items() if self._slot(key) is not None}
-            for key, tensor in mine.items():
-                self._check(key, tensor)
-            rest = {key: t for key, t in named_tensors.items() if key not in mine}
-            report = experts.load_weights(rest, strict=False)
-            for key, tensor in mine.items():
-                self._write(key, tensor, written)
-        else:
-            report = experts.load_weights(self._write_mine(named_tensors, written), strict=False)
-        merged = self._merged(report, written)
-        return merged.check("weights") if strict else merged
 
-    def _write_mine(
-        self, named_tensors: Iterable[tuple[str, Tensor]], written: dict[str, str]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Writes what has its place here, passes the others on."""
-        for key, tensor in named_tensors:
-            if self._slot(key) is None:
-                yield key, tensor
-            else:
-                self._check(key, tensor)
-                self._write(key, tensor, written)
+        def home_of(key: str, tensor: Tensor) -> list[Write] | None:
+            slot = self._names.get(key.removeprefix(self._prefix))
+            if slot is None:
+                return experts.home_of(key, tensor)
+            return [self._write(key, tensor, slot)]
 
-    def _enter(self, module: nn.Module | None, *names: str) -> None:
-        if module is None:
-            return
-        for suffix, parameter in module.named_parameters():
-            self._enter_tensor(parameter, *(f"{name}.{suffix}" for name in names))
+        slots = [*self._slots, *experts.slots()]
+        report = load_tensors(named_tensors, home_of, slots, what="weights", strict=strict)
+        experts.zero_padding()
+        return report
 
-    def _enter_tensor(self, tensor: Tensor, *names: str) -> None:
+    def _enter_tensor(self, tensor: Tensor, names: tuple[str, ...]) -> None:
         self._slots[names[0]] = tensor
-        self._names.update(dict.fromkeys(names, names[0]))
+        for name in names:
+            self._names.setdefault(name, names[0])
 
-    def _slot(self, key: str) -> str | None:
-        return self._names.get(key.removeprefix(self._prefix))
-
-    def _check(self, key: str, tensor: Tensor) -> None:
-        target = self._slots[self._names[key.removeprefix(self._prefix)]]
+    def _write(self, key: str, tensor: Tensor, slot: str) -> Write:
+        target = self._slots[slot]
         if tensor.shape != target.shape:
             raise LoadError(f"{key}: shape {tuple(tensor.shape)} should be {tuple(target.shape)}")
-
-    def _write(self, key: str, tensor: Tensor, written: dict[str, str]) -> None:
-        slot = self._names[key.removeprefix(self._prefix)]
-        with torch.no_grad():
-            self._slots[slot].copy_(tensor)
-        written[slot] = key
-
-    def _merged(self, experts: LoadReport, written: dict[str, str]) -> LoadReport:
-        unwritten = tuple(slot for slot in self._slots if slot not in written)
-        return LoadReport(
-            keys_used=(*written.values(), *experts.keys_used),
-            slots_written=(*written, *experts.slots_written),
-            keys_without_home=experts.keys_without_home,
-            slots_unwritten=(*unwritten, *experts.slots_unwritten),
-        )
+        if tensor.is_floating_point() != target.is_floating_point():
+            raise LoadError(f"{key} has dtype {tensor.dtype}; its place has {target.dtype}")
+        return Write(target, tensor, (slot,))

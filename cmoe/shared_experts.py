@@ -11,7 +11,8 @@ from cmoe.pluggable import PluggableLayer
 class SharedExperts(PluggableLayer):
     """mlp(x), or sigmoid(gate(x)) * mlp(x) with a scalar gate (Qwen2-MoE).
 
-    mlp: any module, [T, S] -> [T, S]; gate: any module, [T, S] -> [T, 1].
+    mlp: any module, [T, S] -> [T, S]; gate: any module, [T, S] -> [T, 1]. The result has the
+    input's dtype, whatever theirs (GateLinear gives float32). ValueError for another width.
     """
 
     def __init__(self, mlp: nn.Module, gate: nn.Module | None = None) -> None:
@@ -22,4 +23,11 @@ class SharedExperts(PluggableLayer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states: [T, S] -> [T, S]."""
         y = self.mlp(hidden_states)
-        return y if self.gate is None else self.gate(hidden_states).sigmoid() * y
+        if self.gate is not None:
+            y = self.gate(hidden_states).sigmoid() * y
+        if y.shape != hidden_states.shape:
+            raise ValueError(
+                f"shared experts must keep the shape {tuple(hidden_states.shape)} of their input; "
+                f"got {tuple(y.shape)}"
+            )
+        return y.to(hidden_states.dtype)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-_PARTS: dict[str, Literal["w1", "w3", "w2", "w13"]] = {
+_PARTS: Mapping[str, Literal["w1", "w3", "w2", "w13"]] = {
     "gate_proj": "w1",
     "w1": "w1",
     "up_proj": "w3",
@@ -60,7 +60,7 @@ def maybe_remap_moe_expert_param_name(name: str, params: Container[str]) -> str:
     """
     if name in params:
         return name
-    for match in re.finditer(r"(?:^|\.)experts\.(?!routed_experts\.)", name):
+    for match in re.finditer(r"(?<![^.])experts\.(?!routed_experts\.)", name):
         candidate = f"{name[: match.end()]}routed_experts.{name[match.end() :]}"
         if candidate in params:
             return candidate

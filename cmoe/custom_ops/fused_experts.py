@@ -50,7 +50,8 @@ def fused_experts_reference(
     for float64), one rounding at the end. Raises ValueError for shapes that do not fit, ids outside
     [-1, P). Plain traceable torch, differentiable in x, weights, biases, topk_weights.
     """
-    _check(x, w13, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input)
+    _check_weights(x, w13, w2, w13_bias, w2_bias, activation)
+    _check_routing(x, topk_weights, topk_ids, expert_map, apply_router_weight_on_input)
     num_rows_of_ids = w13.shape[0] if expert_map is None else expert_map.shape[0]
     _check_ids(topk_ids, num_rows_of_ids)
     num_tokens, top_k = topk_ids.shape
@@ -66,7 +67,7 @@ def fused_experts_reference(
     offsets = torch.searchsorted(sorted_ids, experts, right=True).to(torch.int32)
     used = (sorted_ids < num_experts)[:, None]
     bias_rows = sorted_ids.clamp_max(num_experts - 1)
-    weights = topk_weights.reshape(-1)[order][:, None].to(wide)
+    weights = torch.where(used, topk_weights.reshape(-1)[order][:, None].to(wide), 0)
 
     rows = x[order // top_k]
     if apply_router_weight_on_input:
@@ -85,20 +86,19 @@ def fused_experts_reference(
     return y[slots].view(num_tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
 
 
-def _check(
+def _check_weights(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
     activation: str,
-    apply_router_weight_on_input: bool,
 ) -> None:
     gated = Activation(name=activation).is_gated()
-    if x.dim() != 2 or w13.dim() != 3 or w2.dim() != 3 or topk_ids.dim() != 2:
+    if x.dim() != 2 or w13.dim() != 3 or w2.dim() != 3:
         raise ValueError(
-            "fused_experts needs x [T, H], w13 [E, N, H], w2 [E, H, I], topk_ids [T, K]; got "
-            f"{tuple(x.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}, {tuple(topk_ids.shape)}"
+            "fused_experts needs x [T, H], w13 [E, N, H], w2 [E, H, I]; got "
+            f"{tuple(x.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}"
         )
     num_experts, hidden, intermediate = w2.shape
     expected = (num_experts, (2 if gated else 1) * intermediate, hidden)
@@ -107,18 +107,39 @@ def _check(
             f"w13 must be {expected} for w2 {tuple(w2.shape)} with activation {activation!r}; "
             f"got {tuple(w13.shape)}"
         )
-    if x.shape[1] != hidden or topk_ids.shape[0] != x.shape[0]:
+    if x.shape[1] != hidden:
+        raise ValueError(f"x must be [T, {hidden}] for w2 {tuple(w2.shape)}; got {tuple(x.shape)}")
+    if not (x.dtype == w13.dtype == w2.dtype):
+        raise ValueError(f"x, w13, w2 must share a dtype; got {x.dtype}, {w13.dtype}, {w2.dtype}")
+    for name, bias, shape in (
+        ("w13_bias", w13_bias, expected[:2]),
+        ("w2_bias", w2_bias, (num_experts, hidden)),
+    ):
+        if bias is not None and tuple(bias.shape) != shape:
+            raise ValueError(f"{name} must be {shape}; got {tuple(bias.shape)}")
+
+
+def _check_routing(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+) -> None:
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
-            f"x must be [T, {hidden}] with a row for each row of topk_ids; "
-            f"got x {tuple(x.shape)}, topk_ids {tuple(topk_ids.shape)}"
+            f"topk_ids must be [T, K] with a row for each row of x {tuple(x.shape)}; "
+            f"got {tuple(topk_ids.shape)}"
         )
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
     if topk_weights.shape != topk_ids.shape:
         raise ValueError(
             f"topk_weights {tuple(topk_weights.shape)} and topk_ids {tuple(topk_ids.shape)} "
             "must have the same shape"
         )
-    if not (x.dtype == w13.dtype == w2.dtype):
-        raise ValueError(f"x, w13, w2 must share a dtype; got {x.dtype}, {w13.dtype}, {w2.dtype}")
+    if expert_map is not None and expert_map.dim() != 1:
+        raise ValueError(f"expert_map must be [P], got {tuple(expert_map.shape)}")
     if apply_router_weight_on_input and topk_ids.shape[1] != 1:
         raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {topk_ids.shape[1]}")
 

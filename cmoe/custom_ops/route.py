@@ -45,8 +45,8 @@ def route_reference(
     4. weigh: p at the chosen ids (never p + bias), divided by their sum when `renormalize`;
        with `softmax_after_topk` instead the softmax over the chosen logits.
     5. scale by `scaling`.
-    The lower id wins every tie, among experts, among groups. A row without a finite logit takes
-    the first K ids, with equal weights under softmax, weights of 0 under the other scores.
+    The lower id wins every tie, among experts, among groups. A row of NaN or -inf alone takes the
+    first K ids, with equal weights under softmax, weights of 0 under the other scores.
     Sources: softmax top-k, Mixtral/Qwen3-MoE; softmax_after_topk, gpt-oss; grouped without a bias,
     DeepSeek-V2 (arXiv 2405.04434); with a bias ("noaux_tc"), DeepSeek-V3 (arXiv 2412.19437).
     """
@@ -64,7 +64,9 @@ def route_reference(
         weights = weights.softmax(-1)
     elif renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)
-    return weights * scaling, ids.to(torch.int32)
+    # A plain `to` keeps the strides of the slice, for one token or none.
+    ids = ids.to(torch.int32, memory_format=torch.contiguous_format)
+    return weights * scaling, ids
 
 
 def _score(x: Tensor, scoring_func: str) -> Tensor:
@@ -72,7 +74,14 @@ def _score(x: Tensor, scoring_func: str) -> Tensor:
         return x.softmax(-1)
     if scoring_func == "sigmoid":
         return x.sigmoid()
-    return F.softplus(x).sqrt()
+    return sqrt_softplus(x)
+
+
+def sqrt_softplus(x: Tensor) -> Tensor:
+    """sqrt(softplus(x)), with a gradient of 0 (not NaN) where softplus underflows to 0."""
+    y = F.softplus(x)
+    positive = y > 0
+    return torch.where(positive, torch.where(positive, y, 1).sqrt(), 0)
 
 
 def _first_largest(x: Tensor, count: int) -> Tensor:
@@ -112,7 +121,7 @@ def _check(
         raise ValueError(f"top_k ({top_k}) must be between 1 and the {num_experts} experts")
     if bias is not None and tuple(bias.shape) != (num_experts,):
         raise ValueError(f"bias must be [{num_experts}], got {tuple(bias.shape)}")
-    if num_experts % num_expert_group or not 1 <= topk_group <= num_expert_group:
+    if not 1 <= topk_group <= num_expert_group or num_experts % num_expert_group:
         raise ValueError(
             f"num_expert_group ({num_expert_group}) must divide the {num_experts} experts and "
             f"topk_group ({topk_group}) must be between 1 and num_expert_group"

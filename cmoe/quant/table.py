@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cmoe.config import QuantConfig
 from cmoe.quant.base import QuantMethod
 from cmoe.quant.unquantized import Unquantized
 
-QUANT_METHODS: dict[str, type[QuantMethod]] = {"unquantized": Unquantized}
+QUANT_METHODS: Mapping[str, type[QuantMethod]] = {"unquantized": Unquantized}
 
 
 def make_quant_method(config: QuantConfig) -> QuantMethod:

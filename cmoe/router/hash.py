@@ -6,11 +6,10 @@ T tokens, V vocabulary, E experts, K experts per token.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cmoe.config import MoEConfig
-from cmoe.custom_ops.route import RENORMALIZE_EPSILON
+from cmoe.custom_ops.route import RENORMALIZE_EPSILON, sqrt_softplus
 from cmoe.router.base import FusedMoERouter
 from cmoe.routing import RouterInputs, Routing
 
@@ -52,7 +51,7 @@ class HashRouter(FusedMoERouter):
         assert logits is not None
         wide = torch.promote_types(logits.dtype, torch.float32)
         ids = self.hash_indices_table[inputs.input_ids]
-        scores = F.softplus(torch.nan_to_num(logits.to(wide), nan=torch.finfo(wide).min)).sqrt()
+        scores = sqrt_softplus(torch.nan_to_num(logits.to(wide), nan=torch.finfo(wide).min))
         weights = scores.gather(1, ids.long())
         if self.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)

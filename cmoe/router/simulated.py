@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from cmoe.config import MoEConfig
 from cmoe.router.base import FusedMoERouter
@@ -24,7 +23,6 @@ class SimulatedRouter(FusedMoERouter):
     """
 
     requires: frozenset[str] = frozenset()
-    log_preference: Tensor
 
     def __init__(
         self,
@@ -37,15 +35,16 @@ class SimulatedRouter(FusedMoERouter):
         if load not in ("uniform", "skewed"):
             raise ValueError(f"unknown load {load!r}; choose uniform or skewed")
         self.top_k = config.top_k
-        ranks = torch.arange(1, config.num_experts + 1, dtype=torch.float32)
-        preference = torch.zeros_like(ranks) if load == "uniform" else -exponent * ranks.log()
-        self.register_buffer("log_preference", preference)
+        self.num_experts = config.num_experts
+        self.exponent = 0.0 if load == "uniform" else exponent
 
     def forward(self, inputs: RouterInputs) -> Routing:
         """Reads only how many tokens there are, where they are."""
-        x = inputs.hidden_states
-        shape = (x.shape[0], self.log_preference.shape[0])
-        uniform = torch.rand(shape, device=x.device).clamp_min(torch.finfo(torch.float32).tiny)
-        keys = self.log_preference - (-uniform.log()).log()
+        num_tokens, device = inputs.hidden_states.shape[0], inputs.hidden_states.device
+        f32 = torch.float32
+        ranks = torch.arange(1, self.num_experts + 1, dtype=f32, device=device)
+        uniform = torch.rand(num_tokens, self.num_experts, dtype=f32, device=device)
+        gumbel = -(-uniform.clamp_min(torch.finfo(f32).tiny).log()).log()
+        keys = gumbel - self.exponent * ranks.log()
         ids = keys.topk(self.top_k, dim=-1).indices.to(torch.int32)
-        return Routing(torch.full(ids.shape, 1 / self.top_k, device=x.device), ids)
+        return Routing(torch.full(ids.shape, 1 / self.top_k, dtype=f32, device=device), ids)

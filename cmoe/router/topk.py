@@ -76,7 +76,7 @@ class TopKRouter(FusedMoERouter):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
+        state = super().__getstate__()
         del state["_route"]  # The runner hands in the kernels of the place where the copy lives.
         return state
 

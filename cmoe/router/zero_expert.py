@@ -27,8 +27,11 @@ class ZeroExpertRouter(FusedMoERouter):
         super().__init__()
         if num_zero_experts < 1:
             raise ValueError(f"num_zero_experts must be at least 1, got {num_zero_experts}")
-        if config.num_experts < config.top_k:
-            raise ValueError(f"top_k ({config.top_k}) exceeds num_experts ({config.num_experts})")
+        if config.router.num_expert_group > 1:
+            raise ValueError(
+                "zero experts belong to no group: num_expert_group must be 1, got "
+                f"{config.router.num_expert_group}"
+            )
         self.num_experts = config.num_experts
         self.num_logits = config.num_experts + num_zero_experts
         self.topk = TopKRouter(config, num_logits=self.num_logits)

@@ -1,71 +1,144 @@
-// How a weight format meets x in a register tile. Included by engine.h inside its namespace.
+// How a weight format meets x in a register tile.
 //
 // A dot D names the element types W (weights in memory) and X (activations in scratch), the chunk of K that one
-// step takes, the tile shape, and tile(). A new weight format is a struct Format with load(p) / load(p, n): one
-// chunk of K as kHalves vectors of fp32 in an order that x is stored in too.
+// step takes, the tile shape, and tile(). A weight format is a struct with half<h>(p) and half<h>(p, n): one
+// chunk of K as two vectors of fp32, in an order that x is brought into as well. That is all a new format writes.
+#pragma once
+
+#include "problem.h"
+
+namespace cmoe {
+namespace CMOE_ISA {
+
+template <class A>
+constexpr A round_up(A a, A b) { return (a + b - 1) / b * b; }
+template <class A>
+constexpr A ceil_div(A a, A b) { return (a + b - 1) / b; }
+template <class A>
+constexpr A least(A a, A b) { return a < b ? a : b; }
+
+constexpr int kColumnsPerBlock = 48;  // weight rows of a work item, per gate / up / down
 
 inline V load_any(DType t, const void* p, int64_t at, int n) {
   if (t == DType::kFP32) return vload((const float*)p + at, n);
   return t == DType::kBF16 ? load_bf16((const uint16_t*)p + at, n) : load_fp16((const uint16_t*)p + at, n);
 }
-
 inline void store_any(DType t, void* p, int64_t at, V v, int n) {
   if (t == DType::kFP32) return vstore((float*)p + at, v, n);
   return t == DType::kBF16 ? store_bf16((uint16_t*)p + at, v, n) : store_fp16((uint16_t*)p + at, v, n);
 }
 
-inline void fetch(const Ahead& ahead, int64_t at_bytes) {
-  const char* q = ahead.p + at_bytes;
-  for (int i = 0; i < ahead.rows; ++i, q += ahead.stride_bytes) __builtin_prefetch(q, 0, 2);
-}
+// What a tile prefetches while it computes: some rows of the panel that comes next. Into L2: the panel at work
+// and the x of a tile already fill L1.
+struct Ahead {
+  const char* p;
+  int64_t stride_bytes;
+  int rows;
 
-// Calls f.template operator()<MT, NT>() for run-time mt in [1, MaxM], nt in {6, 4, 2, 1} up to MaxN.
-template <int MaxM, int MaxN, class F>
-inline void dispatch_tile(int mt, int nt, F&& f) {
-  auto row = [&]<int MT>() {
-    if constexpr (MaxN >= 6) {
-      if (nt == 6) return f.template operator()<MT, 6>();
-    }
-    if (nt == 4) return f.template operator()<MT, 4>();
-    if (nt == 2) return f.template operator()<MT, 2>();
-    return f.template operator()<MT, 1>();
-  };
-  if constexpr (MaxM >= 4) {
-    if (mt == 4) return row.template operator()<4>();
+  CMOE_INLINE void fetch(int64_t at_bytes) const {
+    const char* q = p + at_bytes;
+    for (int i = 0; i < rows; ++i, q += stride_bytes) __builtin_prefetch(q, 0, 2);
   }
-  if (mt == 3) return row.template operator()<3>();
-  if (mt == 2) return row.template operator()<2>();
-  return row.template operator()<1>();
-}
+};
 
+// Some consecutive weight rows, [rows, K] with K contiguous.
 template <class W>
 struct Panel {
   const W* w;
   int64_t stride;
 };
 
-// Weights as they lie.
-template <class W_>
-struct InPlace {
-  const W_* base;
+// Calls f.operator()<MT, NT>() for run-time mt in [1, kTileM] and nt in {6, 4, 2, 1}, nt <= kTileN.
+template <class F>
+CMOE_INLINE void dispatch_tile(int mt, int nt, F&& f) {
+  auto row = [&]<int MT>() CMOE_LAMBDA {
+    if constexpr (kTileN >= 6) {
+      if (nt == 6) return f.template operator()<MT, 6>();
+    }
+    if (nt == 4) return f.template operator()<MT, 4>();
+    if (nt == 2) return f.template operator()<MT, 2>();
+    return f.template operator()<MT, 1>();
+  };
+  if constexpr (kTileM >= 4) {
+    if (mt == 4) return row.template operator()<4>();
+  }
+  if (mt == 3) return row.template operator()<3>();
+  if (mt == 2) return row.template operator()<2>();
+  return row.template operator()<1>();
+}
+inline int panel_rows(int64_t n) { return kTileN >= 6 && n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1; }
+
+// to[n, k] = from[n + k * stride_col] for a [rows, kn] block: weights whose rows are contiguous, brought along K.
+template <class W>
+void transpose_block(const W* from, int64_t stride_col, int64_t rows, int64_t kn, W* to, int64_t to_stride) {
+  constexpr int kSide = 16 / sizeof(W);
+  typedef W Q __attribute__((vector_size(16)));
+  int64_t k = 0;
+  for (; k + kSide <= kn; k += kSide) {
+    int64_t n = 0;
+    for (; n + kSide <= rows; n += kSide) {
+      Q a[kSide], b[kSide];
+      for (int i = 0; i < kSide; ++i) __builtin_memcpy(&a[i], from + (k + i) * stride_col + n, 16);
+      // log2(kSide) perfect shuffles of the rows transpose the square.
+      for (int step = 1; step < kSide; step *= 2) {
+        for (int i = 0; i < kSide / 2; ++i) {
+          const Q x = a[i], y = a[i + kSide / 2];
+          if constexpr (kSide == 8) {
+            b[2 * i] = __builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
+            b[2 * i + 1] = __builtin_shufflevector(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
+          } else {
+            b[2 * i] = __builtin_shufflevector(x, y, 0, 4, 1, 5);
+            b[2 * i + 1] = __builtin_shufflevector(x, y, 2, 6, 3, 7);
+          }
+        }
+        for (int i = 0; i < kSide; ++i) a[i] = b[i];
+      }
+      for (int i = 0; i < kSide; ++i) __builtin_memcpy(to + (n + i) * to_stride + k, &a[i], 16);
+    }
+    for (; n < rows; ++n)
+      for (int i = 0; i < kSide; ++i) to[n * to_stride + k + i] = from[(k + i) * stride_col + n];
+  }
+  for (; k < kn; ++k)
+    for (int64_t n = 0; n < rows; ++n) to[n * to_stride + k] = from[k * stride_col + n];
+}
+
+// The weight rows of one item and one block of K: where they lie, or turned along K in the thread's scratch.
+template <class W>
+struct Rows {
+  const W* w;
   int64_t stride;
-  InPlace(const Matrices& w, const W_* b, int64_t, int64_t k0, int64_t, int, char*)
-      : base(b + k0), stride(w.stride_row) {}
-  Panel<W_> panel(int64_t n, int) const { return {base + n * stride, stride}; }
+
+  Rows(const Matrices& m, const W* at, int64_t n, int64_t k0, int64_t kn, char* scratch) {
+    if (m.stride_col == 1) {
+      w = at + k0;
+      stride = m.stride_row;
+    } else {
+      stride = round_up<int64_t>(kn, 64 / sizeof(W));
+      w = (const W*)scratch;
+      transpose_block(at + k0 * m.stride_col, m.stride_col, n, kn, (W*)scratch, stride);
+    }
+  }
+  static size_t scratch_bytes(bool transposed, int64_t block_k) {
+    return transposed ? 2 * kColumnsPerBlock * (block_k + 64) * sizeof(W) : 0;
+  }
 };
 
 #ifdef CMOE_NATIVE_BF16
-// vdpbf16ps: two bf16 products a lane and step, x used as it lies.
+// vdpbf16ps: two bf16 products a lane and step; x is used as it lies.
 struct NativeBf16 {
   using W = uint16_t;
   using X = uint16_t;
-  using Source = InPlace<W>;
-  static constexpr int kChunk = 2 * kLanes, kMT = 4, kNT = 6;
-  static constexpr int64_t kBlockK = 2048;  // a panel of six rows and a tile of four fit L1
+  static constexpr int kChunk = 2 * kLanes;
+  static constexpr int64_t kBlockK = 2048;  // a panel of six rows and the x of a tile fit L1
   static constexpr bool kConvertX = false;
+  static constexpr int kWideRows = 0;
 
-  static size_t panel_bytes(const Problem&) { return 0; }
-  static int panel_rows(int64_t n) { return n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1; }
+  struct Source {
+    Rows<W> rows;
+    Source(const Rows<W>& r, int64_t, int, float*) : rows(r) {}
+    Panel<W> panel(int64_t n, int) const { return {rows.w + n * rows.stride, rows.stride}; }
+    static Panel<W> narrow(const W* w, int64_t stride) { return {w, stride}; }
+  };
 
   template <int MT, int NT>
   static void tile_of(const X* const* rows, Panel<W> w, int n, float* c, int64_t stride, bool add, Ahead ahead) {
@@ -90,25 +163,25 @@ struct NativeBf16 {
     };
     int k = 0;
     for (; k + kChunk <= n; k += kChunk) {
-      fetch(ahead, k * sizeof(W));
+      ahead.fetch(k * sizeof(W));
       step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, k);
     }
     if (k < n) {
       const int rest = n - k;
       step([rest](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p, rest); }, k);
     }
-    reduce_tile<MT, NT>(acc, c, stride, add);
+    reduce_tile(acc, c, stride, add);
   }
 
   static void tile(int mt, int nt, const X* const* rows, Panel<W> w, int n, float* c, int64_t stride, bool add,
                    Ahead ahead) {
-    dispatch_tile<kMT, kNT>(mt, nt, [&]<int MT, int NT>() { tile_of<MT, NT>(rows, w, n, c, stride, add, ahead); });
+    dispatch_tile(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+      tile_of<MT, NT>(rows, w, n, c, stride, add, ahead);
+    });
   }
 
-  static void store_row(X* to, const float* row, int64_t n) {
-    for (int64_t i = 0; i < n; i += kLanes) store_bf16(to + i, vload(row + i));
-  }
-  static void store_columns(X* to, int64_t at, const float* from, int64_t n, int64_t end) {
+  // One fp32 row of n values, the first at column `at`; up to `end` the row is filled with zeros.
+  static void store(X* to, int64_t at, const float* from, int64_t n, int64_t end) {
     for (int64_t i = 0; i < n; i += kLanes) {
       const int m = static_cast<int>(least<int64_t>(kLanes, n - i));
       store_bf16(to + at + i, vload(from + i, m), m);
@@ -117,3 +190,138 @@ struct NativeBf16 {
   }
 };
 #endif
+
+// Weight formats: a chunk of 2 * kLanes weights as two fp32 vectors.
+struct Bf16 {
+  using W = uint16_t;
+  static constexpr bool kPairs = true;  // half<0> holds the even places
+  template <int h, class... N>
+  static CMOE_INLINE V half(const W* p, N... n) {
+    return h == 0 ? bf16_even(load_pairs(p, n...)) : bf16_odd(load_pairs(p, n...));
+  }
+};
+struct Fp16 {
+  using W = uint16_t;
+  static constexpr bool kPairs = false;  // half<0> holds the first kLanes places
+  template <int h>
+  static CMOE_INLINE V half(const W* p) { return load_fp16(p + h * kLanes); }
+  template <int h>
+  static CMOE_INLINE V half(const W* p, int n) {
+    const int m = n - h * kLanes;
+    return m > 0 ? load_fp16(p + h * kLanes, least(m, kLanes)) : vset(0.0f);
+  }
+};
+struct Fp32 {
+  using W = float;
+  static constexpr bool kPairs = false;
+  template <int h>
+  static CMOE_INLINE V half(const W* p) { return vload(p + h * kLanes); }
+  template <int h>
+  static CMOE_INLINE V half(const W* p, int n) {
+    const int m = n - h * kLanes;
+    return m > 0 ? vload(p + h * kLanes, least(m, kLanes)) : vset(0.0f);
+  }
+};
+
+// Widen to fp32 in registers and multiply with fp32 FMA; x is kept in fp32, in the format's order.
+template <class Format>
+struct Fma {
+  using W = typename Format::W;
+  using X = float;
+  static constexpr int kChunk = 2 * kLanes;
+  static constexpr int64_t kBlockK = 1024;  // a panel and the x of a tile fit L1
+  static constexpr bool kConvertX = true;
+  // From this many rows on a panel is widened once into L1 instead of once a tile.
+  static constexpr int kWideRows = sizeof(W) < 4 ? 24 : 0;
+
+  struct AnyPanel {
+    Panel<W> narrow;
+    Panel<float> wide;  // null: read `narrow`
+  };
+
+  struct Source {
+    Rows<W> rows;
+    int64_t kn;
+    float* buffer;  // null: not widened
+    Source(const Rows<W>& r, int64_t k, int M, float* b)
+        : rows(r), kn(k), buffer(kWideRows > 0 && M >= kWideRows ? b : nullptr) {}
+    static AnyPanel narrow(const W* w, int64_t stride) { return {{w, stride}, {nullptr, 0}}; }
+    AnyPanel panel(int64_t n, int nt) const {
+      const Panel<W> narrow{rows.w + n * rows.stride, rows.stride};
+      if (buffer == nullptr) return {narrow, {nullptr, 0}};
+      const int64_t stride = round_up<int64_t>(kn, kChunk);
+      for (int j = 0; j < nt; ++j) {
+        const W* from = narrow.w + j * narrow.stride;
+        float* to = buffer + j * stride;
+        int64_t k = 0;
+        for (; k + kChunk <= kn; k += kChunk) {
+          vstore(to + k, Format::template half<0>(from + k));
+          vstore(to + k + kLanes, Format::template half<1>(from + k));
+        }
+        if (k < kn) {
+          vstore(to + k, Format::template half<0>(from + k, static_cast<int>(kn - k)));
+          vstore(to + k + kLanes, Format::template half<1>(from + k, static_cast<int>(kn - k)));
+        }
+      }
+      return {narrow, {buffer, stride}};
+    }
+  };
+
+  template <int MT, int NT, class F>
+  static void tile_of(const X* const* rows, Panel<typename F::W> w, int n, float* c, int64_t stride, bool add,
+                      Ahead ahead) {
+    V acc[MT][NT];
+    const X* x[MT];
+#pragma GCC unroll 8
+    for (int i = 0; i < MT; ++i) {
+      x[i] = rows[i];
+#pragma GCC unroll 8
+      for (int j = 0; j < NT; ++j) acc[i][j] = vset(0.0f);
+    }
+    auto half_step = [&]<int h>(int k, auto... rest) CMOE_LAMBDA {
+      V xv[MT];
+#pragma GCC unroll 8
+      for (int i = 0; i < MT; ++i) xv[i] = vload(x[i] + k + h * kLanes);
+#pragma GCC unroll 8
+      for (int j = 0; j < NT; ++j) {
+        const V wv = F::template half<h>(w.w + j * w.stride + k, rest...);
+#pragma GCC unroll 8
+        for (int i = 0; i < MT; ++i) acc[i][j] = vfma(wv, xv[i], acc[i][j]);
+      }
+    };
+    int k = 0;
+    for (; k + kChunk <= n; k += kChunk) {
+      ahead.fetch(k * sizeof(W));
+      half_step.template operator()<0>(k);
+      half_step.template operator()<1>(k);
+    }
+    if (k < n) {
+      half_step.template operator()<0>(k, n - k);
+      half_step.template operator()<1>(k, n - k);
+    }
+    reduce_tile(acc, c, stride, add);
+  }
+
+  static void tile(int mt, int nt, const X* const* rows, const AnyPanel& w, int n, float* c, int64_t stride,
+                   bool add, Ahead ahead) {
+    dispatch_tile(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+      if constexpr (kWideRows > 0) {
+        if (w.wide.w != nullptr)
+          return tile_of<MT, NT, Fp32>(rows, w.wide, round_up(n, kChunk), c, stride, add, ahead);
+      }
+      tile_of<MT, NT, Format>(rows, w.narrow, n, c, stride, add, ahead);
+    });
+  }
+
+  static void store(X* to, int64_t at, const float* from, int64_t n, int64_t end) {
+    auto place = [](int64_t i) {
+      const int64_t in = i % kChunk;
+      return Format::kPairs ? i - in + in % 2 * kLanes + in / 2 : i;
+    };
+    for (int64_t i = 0; i < n; ++i) to[place(at + i)] = from[i];
+    for (int64_t i = at + n; i < end; ++i) to[place(i)] = 0.0f;
+  }
+};
+
+}  // namespace CMOE_ISA
+}  // namespace cmoe

@@ -4,39 +4,23 @@
 // kLanes lanes of an accumulator sums its own slice of K, the lanes are folded by one fixed tree, and blocks of
 // K are added in order. Every tile shape follows that order, so a token's result does not depend on the batch.
 //
-// Phases (a barrier between them): 0 bring x into kernel form, where x cannot be used as it lies; 1 gate and up,
+// Phases (each one run by all threads, the next when it is over): 0 bring x into kernel form, where x cannot be used as it lies; 1 gate and up,
 // activation -> h [R, I]; 2 down, weighted sum over each token's experts -> out [T, H]. A work item of phase 1
 // is (expert, column block); of phase 2 a column block of every expert, so that its sums stay in the
 // thread's own cache and no [R, H] buffer exists.
 #pragma once
 
-#include <omp.h>
-
 #include "activation.h"
+#include "dot.h"
 #include "problem.h"
 
 namespace cmoe {
 namespace CMOE_ISA {
 
-constexpr int kRowsPerBlock = 128;   // routed rows whose x stays in L2 while a weight block is used
-constexpr int kColumnsPerBlock = 48;  // weight rows of a work item, per gate / up / down
+constexpr int kRowsPerBlock = 64;  // routed rows whose x stays in L2 while an item's weights are used
+// With fewer tiles a panel is read about as fast as memory gives, and the hardware's own prefetch does better.
+constexpr int kPrefetchTiles = 2;
 constexpr size_t kAlign = 64;
-
-template <class A>
-constexpr A round_up(A a, A b) { return (a + b - 1) / b * b; }
-template <class A>
-constexpr A ceil_div(A a, A b) { return (a + b - 1) / b; }
-template <class A>
-constexpr A least(A a, A b) { return a < b ? a : b; }
-
-// What a tile prefetches while it computes: some rows of the panel that comes next.
-struct Ahead {
-  const char* p;
-  int64_t stride_bytes;
-  int rows;
-};
-
-#include "dot.h"
 
 // K is cut evenly into blocks of at most D::kBlockK, whole chunks each but the last.
 template <class D>
@@ -53,7 +37,8 @@ struct Local {
   float* c;       // [kRowsPerBlock, columns] GEMM result
   float* bias;    // [2 * kColumnsPerBlock]
   float* acc;     // [T, kColumnsPerBlock] output sums of phase 2
-  char* panel;    // weights brought into the form the tile reads, where they do not lie in it
+  char* turned;   // weights of an item turned along K, where they do not lie so
+  float* wide;    // [kTileN, kBlockK] a panel widened to fp32
   float* row;     // [H] one row of x
 };
 
@@ -61,7 +46,7 @@ struct Layout {
   int64_t x_stride, h_stride;  // in elements of D::X
   int64_t nb, cb;              // columns of an item in phases 1 and 2
   bool convert_x;
-  size_t off_c, off_bias, off_acc, off_panel, off_row;
+  size_t off_c, off_bias, off_acc, off_turned, off_wide, off_row;
   ScratchSizes size;
 };
 
@@ -69,7 +54,7 @@ template <class D>
 Layout make_layout(const Problem& p, int64_t rows) {
   Layout l;
   l.nb = l.cb = kColumnsPerBlock;
-  const int64_t enough = 4 * static_cast<int64_t>(p.threads);
+  const int64_t enough = 4 * static_cast<int64_t>(p.threads.count);
   while (l.nb > 16 && ceil_div(p.I, l.nb) * p.plan.num_active < enough) l.nb -= 16;
   while (l.cb > 16 && ceil_div(p.H, l.cb) < enough) l.cb -= 16;
   l.convert_x = D::kConvertX || p.weight_on_input || p.x_stride_col != 1;
@@ -83,10 +68,11 @@ Layout make_layout(const Problem& p, int64_t rows) {
   l.off_c = take(sizeof(float) * kRowsPerBlock * 2 * kColumnsPerBlock);
   l.off_bias = take(sizeof(float) * 2 * kColumnsPerBlock);
   l.off_acc = take(sizeof(float) * p.T * kColumnsPerBlock);
-  l.off_panel = take(D::panel_bytes(p));
+  l.off_turned = take(Rows<typename D::W>::scratch_bytes(p.w13.stride_col != 1 || p.w2.stride_col != 1, D::kBlockK));
+  l.off_wide = take(D::kWideRows > 0 ? sizeof(float) * kTileN * (D::kBlockK + D::kChunk) : 0);
   l.off_row = take(l.convert_x ? sizeof(float) * round_up<int64_t>(p.H, D::kChunk) : 0);
   l.size.per_thread = round_up<size_t>(at, 4096);  // threads share no page, hence no cache line
-  l.size.total = l.size.x + l.size.h + l.size.per_thread * p.threads;
+  l.size.total = l.size.x + l.size.h + l.size.per_thread * p.threads.count;
   return l;
 }
 
@@ -98,22 +84,23 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w, const t
   using X = typename D::X;
   using W = typename D::W;
   const KBlocks<D> blocks(K);
-  const int tiles = ceil_div(M, D::kMT);
-  const X* rows[D::kMT];
+  const int tiles = ceil_div(M, kTileM);
+  const X* rows[kTileM];
   for (int64_t k0 = 0; k0 < K; k0 += blocks.size) {
     const int64_t kn = least(blocks.size, K - k0);
-    typename D::Source source(w, base, N, k0, kn, M, local.panel);
+    const typename D::Source source(Rows<W>(w, base, N, k0, kn, local.turned), kn, M, local.wide);
     for (int64_t n = 0; n < N;) {
-      const int nt = D::panel_rows(N - n);
+      const int nt = panel_rows(N - n);
       const auto panel = source.panel(n, nt);
-      const W* following = n + nt < N ? base + (n + nt) * w.stride_row + k0 : k0 + kn < K ? base + k0 + kn : next;
+      const W* following = n + nt < N ? base + (n + nt) * w.stride_row + k0 * w.stride_col
+                           : k0 + kn < K ? base + (k0 + kn) * w.stride_col : next;
       int m = 0;
       for (int t = 0; t < tiles; ++t) {
         const int mt = (M - m + tiles - t - 1) / (tiles - t);
         for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k0;
         Ahead ahead{nullptr, 0, 0};
-        if (stream && t < D::kNT && tiles >= CMOE_PFMIN) {
-          const int a = t * D::kNT / least(tiles, D::kNT), b = (t + 1) * D::kNT / least(tiles, D::kNT);
+        if (stream && t < kTileN && tiles >= kPrefetchTiles && w.stride_col == 1) {
+          const int a = t * kTileN / least(tiles, kTileN), b = (t + 1) * kTileN / least(tiles, kTileN);
           ahead = Ahead{(const char*)(following + a * w.stride_row), w.stride_row * (int64_t)sizeof(W), b - a};
         }
         D::tile(mt, nt, rows, panel, static_cast<int>(kn), c + m * c_stride + n, c_stride, k0 > 0, ahead);
@@ -173,11 +160,11 @@ struct Run {
       }
       vstore(row + i, v * vset(scale), n);
     }
-    for (int64_t i = p.H; i < padded; ++i) row[i] = 0.0f;
-    D::store_row(x_scratch + token * l.x_stride, row, padded);
+    D::store(x_scratch + token * l.x_stride, 0, row, p.H, padded);
   }
 
-  void phase0(int thread, int threads, Local& local) const {
+  void phase0(int thread, Local& local) {
+    const int threads = p.threads.count;
     if (p.weight_on_input) {  // K == 1: a routed row is a token; tokens without an expert are never read
       const int64_t rows = p.plan.offset[p.plan.num_active];
       for (int64_t r = rows * thread / threads; r < rows * (thread + 1) / threads; ++r)
@@ -192,7 +179,7 @@ struct Run {
     return (const W*)p.w13.data + p.plan.expert[position] * p.w13.stride_e + column * p.w13.stride_row;
   }
 
-  void phase1(Local& local) {
+  void phase1(int, Local& local) {
     const int64_t blocks = ceil_div(p.I, l.nb);
     const int64_t items = blocks * p.plan.num_active;
     const X* rows[kRowsPerBlock];
@@ -201,37 +188,49 @@ struct Run {
       const int64_t position = p.plan.by_size[item / blocks];
       const int64_t column = item % blocks * l.nb, n = least(l.nb, p.I - column);
       const int64_t expert = p.plan.expert[position];
-      const W* gate = w13_at(position, column);
-      const W* up = p.gated ? w13_at(position, p.I + column) : nullptr;
-      const W* after = then < items ? w13_at(p.plan.by_size[then / blocks], then % blocks * l.nb) : gate;
-      load_bias<D>(p.b13, p.dtype, expert * p.b13_stride_e + column, n, local.bias);
-      if (p.gated) load_bias<D>(p.b13, p.dtype, expert * p.b13_stride_e + p.I + column, n, local.bias + l.nb);
+      const int64_t up = p.I + column;  // where the up rows begin, if they do not alternate with the gates
+      const W* w = w13_at(position, parts_in_row() * column);
+      const W* w_up = p.gated ? w13_at(position, up) : nullptr;
+      const W* after = then < items ? w13_at(p.plan.by_size[then / blocks], parts_in_row() * (then % blocks * l.nb)) : w;
+      const int64_t bias = expert * p.b13_stride_e;
+      load_bias<D>(p.b13, p.dtype, bias + parts_in_row() * column, parts_in_row() * n, local.bias);
+      if (has_up_rows()) load_bias<D>(p.b13, p.dtype, bias + up, n, local.bias + l.nb);
       const int64_t first = p.plan.offset[position], last = p.plan.offset[position + 1];
       for (int64_t r = first; r < last; r += kRowsPerBlock) {
         const int M = static_cast<int>(least<int64_t>(kRowsPerBlock, last - r));
         for (int m = 0; m < M; ++m) rows[m] = x_row(p.plan.token[r + m]);
         const int64_t stride = 2 * kColumnsPerBlock;
-        gemm_block<D>(rows, M, p.w13, gate, n, p.H, local.c, stride, r == first, p.gated ? up : after, local);
-        if (p.gated)
-          gemm_block<D>(rows, M, p.w13, up, n, p.H, local.c + l.nb, stride, r == first, after, local);
+        gemm_block<D>(rows, M, p.w13, w, parts_in_row() * n, p.H, local.c, stride, r == first,
+                      has_up_rows() ? w_up : after, local);
+        if (has_up_rows())
+          gemm_block<D>(rows, M, p.w13, w_up, n, p.H, local.c + l.nb, stride, r == first, after, local);
         for (int m = 0; m < M; ++m) activate(local, local.c + m * stride, column, n, h + (r + m) * l.h_stride);
       }
     }
   }
 
+  bool has_up_rows() const { return p.gated && !p.interleaved; }
+  int64_t parts_in_row() const { return p.interleaved ? 2 : 1; }
+
   // g (and u) -> h, in place in c, then into the row in the form that phase 2 reads.
-  void activate(const Local& local, float* g, int64_t column, int64_t n, X* to) const {
-    const float* u = g + l.nb;
+  void activate(const Local& local, float* c, int64_t column, int64_t n, X* to) const {
+    float pair[2 * kLanes];
+    // The vector of a part (0 gate, 1 up) at column i.
+    auto part = [&](const float* from, int64_t i, int m, int which) {
+      if (!p.interleaved) return vload(from + which * l.nb + i, m);
+      for (int j = 0; j < m; ++j) pair[j] = from[2 * (i + j) + which];
+      return vload(pair, m);
+    };
     for (int64_t i = 0; i < n; i += kLanes) {
       const int m = static_cast<int>(least<int64_t>(kLanes, n - i));
-      const V gate = vload(g + i, m) + vload(local.bias + i, m);
-      const V up = p.gated ? vload(u + i, m) + vload(local.bias + l.nb + i, m) : vset(1.0f);
-      vstore(g + i, apply_activation(p.activation, gate, up, p.alpha, p.limit, p.gated), m);
+      const V g = part(c, i, m, 0) + part(local.bias, i, m, 0);
+      const V u = p.gated ? part(c, i, m, 1) + part(local.bias, i, m, 1) : vset(1.0f);
+      vstore(c + i, apply_activation(p.activation, g, u, p.alpha, p.limit, p.gated), m);
     }
-    D::store_columns(to, column, g, n, column + n == p.I ? l.h_stride : column + n);
+    D::store(to, column, c, n, column + n == p.I ? l.h_stride : column + n);
   }
 
-  void phase2(Local& local) {
+  void phase2(int, Local& local) {
     const int64_t blocks = ceil_div(p.H, l.cb);
     const X* rows[kRowsPerBlock];
     const Plan& plan = p.plan;
@@ -268,38 +267,65 @@ struct Run {
     }
   }
 
-  void body(int thread, int threads) {
+  Local local_of(int thread) const {
     char* mine = threads_scratch + thread * l.size.per_thread;
-    Local local{(float*)(mine + l.off_c), (float*)(mine + l.off_bias), (float*)(mine + l.off_acc),
-                mine + l.off_panel, (float*)(mine + l.off_row)};
-    if (l.convert_x) {
-      phase0(thread, threads, local);
-#pragma omp barrier
-    }
-    phase1(local);
-#pragma omp barrier
-    phase2(local);
+    return Local{(float*)(mine + l.off_c),  (float*)(mine + l.off_bias), (float*)(mine + l.off_acc),
+                 mine + l.off_turned, (float*)(mine + l.off_wide), (float*)(mine + l.off_row)};
+  }
+
+  template <void (Run::*phase)(int, Local&)>
+  void on_threads() {
+    auto one = [](int thread, void* self) {
+      Run* run = (Run*)self;
+      Local local = run->local_of(thread);
+      (run->*phase)(thread, local);
+    };
+    if (p.threads.count == 1) return one(0, this);
+    p.threads.each(p.threads.count, one, this);
   }
 
   void operator()() {
-    if (p.threads == 1) {
-      body(0, 1);
-      return;
-    }
-#pragma omp parallel num_threads(p.threads)
-    body(omp_get_thread_num(), omp_get_num_threads());
+    if (l.convert_x) on_threads<&Run::phase0>();
+    on_threads<&Run::phase1>();
+    on_threads<&Run::phase2>();
   }
 };
 
-template <class D>
-ScratchSizes scratch_of(const Problem& p, int64_t rows) {
-  return make_layout<D>(p, rows).size;
+// The dots of a kernel set, by dtype.
+template <class OfBf16, class F>
+auto with_dot(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kBF16: return f.template operator()<OfBf16>();
+    case DType::kFP16: return f.template operator()<Fma<Fp16>>();
+    case DType::kFP32: return f.template operator()<Fma<Fp32>>();
+  }
+  __builtin_unreachable();
 }
 
+// Work for the start-up probe: one register tile of bf16 weights on data in L1, widening included.
 template <class D>
-void run_of(const Problem& p, char* scratch) {
-  Run<D> run(p, scratch);
-  run();
+void probe_tile(int64_t n, int repeats) {
+  alignas(64) static const typename D::X x[kTileM][512] = {};
+  alignas(64) static const typename D::W w[kTileN][512] = {};
+  float c[kTileM * kTileN];
+  const typename D::X* rows[kTileM];
+  for (int i = 0; i < kTileM; ++i) rows[i] = x[i];
+  for (int r = 0; r < repeats; ++r)
+    D::tile(kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512), static_cast<int>(n), c, kTileN, false, Ahead{nullptr, 0, 0});
+}
+
+template <class OfBf16>
+constexpr Kernels kernels(const char* name) {
+  return Kernels{name,
+                 [](const Problem& p, int64_t rows) {
+                   return with_dot<OfBf16>(p.dtype, [&]<class D>() { return make_layout<D>(p, rows).size; });
+                 },
+                 [](const Problem& p, char* scratch) {
+                   with_dot<OfBf16>(p.dtype, [&]<class D>() { Run<D>(p, scratch)(); });
+                 },
+                 [](int64_t multiply_adds) {
+                   probe_tile<OfBf16>(512, static_cast<int>(multiply_adds / (kTileM * kTileN * 512)));
+                 }};
 }
 
 }  // namespace CMOE_ISA

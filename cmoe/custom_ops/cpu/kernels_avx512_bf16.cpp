@@ -1,11 +1,11 @@
-// Kernels for AVX-512 with vdpbf16ps at full rate.
+// The kernel set for AVX-512 with vdpbf16ps.
 #define CMOE_ISA avx512_bf16
-#define CMOE_NATIVE_BF16 1
+#define CMOE_NATIVE_BF16
 #include "vec_avx512.h"
+
 #include "engine.h"
 
 namespace cmoe {
 extern const Kernels kAvx512Bf16;
-const Kernels kAvx512Bf16 = {"avx512_bf16", avx512_bf16::scratch_of<avx512_bf16::NativeBf16>,
-                             avx512_bf16::run_of<avx512_bf16::NativeBf16>};
+const Kernels kAvx512Bf16 = avx512_bf16::kernels<avx512_bf16::NativeBf16>("avx512_bf16");
 }  // namespace cmoe

@@ -38,6 +38,13 @@ struct Plan {
   const float* weight;        // [rows] router weight of each routed row
 };
 
+// The caller's threads: `each` calls f(thread, context) once for every thread in [0, count) and returns when all
+// are done. Calls may follow each other on one thread: no call waits for another.
+struct Threads {
+  int count = 1;
+  void (*each)(int count, void (*f)(int thread, void* context), void* context) = nullptr;
+};
+
 struct Problem {
   DType dtype = DType::kBF16;
   int64_t T = 0, H = 0, I = 0;
@@ -48,13 +55,14 @@ struct Problem {
   const void* b2 = nullptr;     // [E, H] or null
   int64_t b13_stride_e = 0, b2_stride_e = 0;
   bool gated = true;
+  bool interleaved = false;  // gate and up rows alternate, gate first; only if gated
   Activation activation = Activation::kSilu;
   float alpha = 1.0f;
   float limit = 0.0f;  // +inf: none
   bool weight_on_input = false;
   void* out = nullptr;  // [T, H], contiguous
   Plan plan;
-  int threads = 1;
+  Threads threads;
 };
 
 // Bytes of each scratch area of a call; `total` is the formula that docs/performance.md states.
@@ -70,6 +78,7 @@ struct Kernels {
   const char* name;
   ScratchSizes (*scratch)(const Problem&, int64_t rows);
   void (*run)(const Problem&, char* scratch);
+  void (*probe)(int64_t multiply_adds);  // that much work of bf16 tiles
 };
 
 }  // namespace cmoe

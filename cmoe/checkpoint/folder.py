@@ -1,0 +1,148 @@
+"""A folder in Hugging Face format, its headers read, its tensors mapped on demand."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cmoe.checkpoint.header import TensorInfo, read_header
+from cmoe.errors import LoadError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """An opened folder.
+
+    config: the content of config.json. tensors: what the headers say, by the tensors' names.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, on the CPU, mapped from its file: it takes memory once it is read.
+
+        Each tensor has a mapping of its own, which ends with the last use of the tensor; writes to
+        it stay in memory. LoadError for a name that is not there.
+        """
+        if name not in self.tensors:
+            raise LoadError(f"{self.folder} has no tensor {name!r}; it has {len(self.tensors)}")
+        return _mapped(self.tensors[name])
+
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.stop - info.start for info in self.tensors.values())
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Reads config.json, the index, every shard's header; no tensor.
+
+    One `model.safetensors`, shards with `model.safetensors.index.json`, or one file of another
+    name. LoadError for a folder that lacks something, for a file that is damaged, for pickles.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise LoadError(f"{folder} is not a folder; give the folder that holds {CONFIG}")
+    config = _read_json(folder / CONFIG)
+    if (folder / SINGLE).exists():
+        return Checkpoint(folder=folder, config=config, tensors=read_header(folder / SINGLE))
+    if (folder / INDEX).exists():
+        return Checkpoint(folder=folder, config=config, tensors=_indexed(folder))
+    return Checkpoint(folder=folder, config=config, tensors=read_header(_only_file(folder)))
+
+
+def _indexed(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of all shards, each where the index says."""
+    index = folder / INDEX
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise LoadError(f"{index} has no weight_map from tensors to files; download it again")
+    names = list(dict.fromkeys(weight_map.values()))
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+            raise LoadError(f"{index} names a shard {name!r}, which is not a file of its folder")
+        if not name.endswith(".safetensors"):
+            raise LoadError(f"{index} names a shard {name!r}; only safetensors files are read")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise LoadError(f"{folder} lacks {_listed(missing)}, named by {INDEX}; download it again")
+    tensors: dict[str, TensorInfo] = {}
+    for shard in names:
+        for name, info in read_header(folder / shard).items():
+            if weight_map.get(name) != shard:
+                where = f"in {weight_map[name]}" if name in weight_map else "nowhere"
+                raise LoadError(f"{folder / shard} holds {name!r}, which {INDEX} puts {where}")
+            tensors[name] = info
+    if absent := [name for name in weight_map if name not in tensors]:
+        shards = _listed({weight_map[name] for name in absent})
+        raise LoadError(f"{shards} should hold {_listed(absent)} by {INDEX}; download it again")
+    return tensors
+
+
+def _only_file(folder: Path) -> Path:
+    """The folder's one safetensors file."""
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise LoadError(
+            f"{folder} has {len(files)} safetensors files but no {INDEX}; add the index"
+        )
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    if pickles:
+        raise LoadError(
+            f"{folder} has only {_listed(pickles)}: pickles, which can run any code when they are "
+            "read, so cmoe does not; convert the model with save_pretrained to safetensors"
+        )
+    raise LoadError(f"{folder} has no safetensors file; is the download complete?")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise LoadError(f"{path.parent} has no {path.name}; is it a model's folder?") from error
+    except (ValueError, RecursionError) as error:
+        raise LoadError(f"{path} is no JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise LoadError(f"{path} is no JSON object; download it again")
+    return content
+
+
+def _mapped(info: TensorInfo) -> Tensor:
+    length = info.stop - info.start
+    if not length:
+        return torch.empty(info.shape, dtype=info.dtype)
+    page_start = info.start - info.start % mmap.ALLOCATIONGRANULARITY
+    try:
+        with info.shard.open("rb") as file:
+            # Private rather than read-only: torch warns of memory that it must not write to.
+            pages = mmap.mmap(
+                file.fileno(), info.stop - page_start, access=mmap.ACCESS_COPY, offset=page_start
+            )
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{info.shard} has changed since it was opened ({error})") from error
+    offset = info.start - page_start
+    flat = torch.frombuffer(pages, dtype=torch.uint8, count=length, offset=offset)
+    if offset % info.dtype.itemsize:
+        flat = flat.clone()  # Headers need not end on a multiple of the element size.
+    return flat.view(info.dtype).view(info.shape)
+
+
+def _listed(names: list[str] | set[str], shown: int = 6) -> str:
+    names = sorted(names)
+    more = f" with {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -1,0 +1,131 @@
+"""The CPU kernels as a cached shared library, compiled at first use."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from cmoe.environment import cache_dir, cxx_compiler
+
+logger = logging.getLogger("cmoe")
+
+SOURCES = Path(__file__).parent
+
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
+# One kernel set for each instruction set; which of them runs is decided by the processor at run
+# time, so a library built on one machine is safe on another.
+_KERNEL_SETS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "x86_64": {
+        "avx512_bf16": [*_AVX512, "-mavx512bf16"],
+        "avx512": _AVX512,
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    },
+}
+_KERNEL_SETS_ANYWHERE: Mapping[str, Sequence[str]] = {"generic": []}
+_TORCH_SOURCES = ("fused_experts", "route", "kernel_choice")
+
+# No contraction: every tile shape has to round alike, so a fused multiply-add is always written.
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
+
+
+class BuildError(RuntimeError):
+    """The library could not be compiled or loaded; the message says why and what to do."""
+
+
+def library(extra_flags: Sequence[str] = ()) -> Path:
+    """The compiled library, from the cache or built now (about ten seconds). Raises BuildError.
+
+    Two processes may build at once: each writes to a folder of its own, the last one wins.
+    """
+    compiler = cxx_compiler()
+    if platform.system() not in ("Linux", "Darwin"):
+        raise BuildError(f"the CPU kernels are not built on {platform.system()}")
+    if compiler is None:
+        raise BuildError("no C++ compiler found; install g++ or point CXX at one")
+    flags = (*_FLAGS, *extra_flags)
+    target = cache_dir() / f"cpu-{_key(compiler, flags)}" / "cmoe_cpu.so"
+    if target.exists():
+        return target
+    logger.warning("compiling the CPU kernels with %s, once, into %s", compiler, target.parent)
+    start = time.perf_counter()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            built = _build(compiler, flags, Path(folder))
+            built.replace(target)
+    except OSError as error:
+        raise BuildError(f"the CPU kernels could not be built: {error}") from error
+    logger.info("compiled the CPU kernels in %.1f s", time.perf_counter() - start)
+    return target
+
+
+def _kernel_sets() -> dict[str, Sequence[str]]:
+    return {**_KERNEL_SETS.get(platform.machine(), {}), **_KERNEL_SETS_ANYWHERE}
+
+
+def _torch_flags() -> list[str]:
+    include = Path(torch.__file__).parent / "include"
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    return [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(include)]
+
+
+def _key(compiler: str, flags: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for part in (torch.__version__, platform.machine(), compiler, *flags, str(_kernel_sets())):
+        digest.update(part.encode() + b"\0")
+    for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _build(compiler: str, flags: Sequence[str], folder: Path) -> Path:
+    kernel_sets = _kernel_sets()
+    have = [f"-DCMOE_HAVE_{name.upper()}" for name in kernel_sets]
+    jobs = {f"kernels_{name}": [*flags, *own] for name, own in kernel_sets.items()}
+    jobs |= {name: [*flags, *have, *_torch_flags()] for name in _TORCH_SOURCES}
+
+    def compile_one(name: str) -> str:
+        output = str(folder / f"{name}.o")
+        _run([compiler, *jobs[name], "-c", str(SOURCES / f"{name}.cpp"), "-o", output])
+        return output
+
+    # Threads only wait for the compiler here.
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        objects = list(pool.map(compile_one, jobs))
+    linked = folder / "cmoe_cpu.so"
+    torch_lib = Path(torch.__file__).parent / "lib"
+    libraries = [f"-L{torch_lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_lib}"]
+    _run([compiler, *flags, "-shared", *objects, "-o", str(linked), *libraries])
+    return linked
+
+
+def _run(command: Sequence[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        errors = [line for line in result.stderr.splitlines() if "error" in line]
+        reason = (errors or result.stderr.splitlines() or ["no message"])[0]
+        raise BuildError(f"{command[0]} failed: {reason}")
+
+
+@functools.cache
+def load() -> str | None:
+    """Registers the ops of the namespace cmoe_cpu; returns why that cannot be done, or None."""
+    try:
+        path = library()
+        torch.ops.load_library(str(path))
+    except BuildError as error:
+        return str(error)
+    except (OSError, RuntimeError) as error:
+        return f"the compiled CPU kernels do not load: {error}"
+    return None

@@ -1,0 +1,10 @@
+// The kernel set for AVX2 with FMA and F16C.
+#define CMOE_ISA avx2
+#include "vec_avx2.h"
+
+#include "engine.h"
+
+namespace cmoe {
+extern const Kernels kAvx2;
+const Kernels kAvx2 = avx2::kernels<avx2::Fma<avx2::Bf16>>("avx2");
+}  // namespace cmoe

@@ -1,0 +1,10 @@
+// The kernel set for any machine.
+#define CMOE_ISA generic
+#include "vec_generic.h"
+
+#include "engine.h"
+
+namespace cmoe {
+extern const Kernels kGeneric;
+const Kernels kGeneric = generic::kernels<generic::Fma<generic::Bf16>>("generic");
+}  // namespace cmoe

@@ -1,0 +1,463 @@
+"""The experts as one function, against the naive loop in fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from cmoe.activation import ACTIVATIONS
+from cmoe.custom_ops.fused_experts import fused_experts, fused_experts_reference
+from tests.oracle import GATED, assert_within_budget, naive_experts
+
+H, I = 7, 5  # noqa: E741 - the names of the shape vocabulary
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation", [fused_experts, fused_experts_reference], ids=["op", "reference"]
+)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arguments of one call, in the order of the op's schema."""
+
+    x: Tensor
+    w13: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+    expert_map: Tensor | None = None
+    activation: str = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    interleaved: bool = False
+    apply_router_weight_on_input: bool = False
+
+    def arguments(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def but(self, **changes: Any) -> Problem:
+        return dataclasses.replace(self, **changes)
+
+
+def problem(
+    num_tokens: int = 9,
+    num_experts: int = 5,
+    top_k: int = 2,
+    *,
+    dtype: torch.dtype = torch.float32,
+    activation: str = "silu",
+    bias: bool = True,
+) -> Problem:
+    """Values whose products are of order one; every weight and bias takes part."""
+    rows = (2 if activation in GATED else 1) * I
+    ids = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].to(torch.int32)
+    return Problem(
+        x=torch.randn(num_tokens, H).to(dtype),
+        w13=torch.randn(num_experts, rows, H).to(dtype),
+        w2=torch.randn(num_experts, H, I).to(dtype),
+        topk_weights=torch.rand(num_tokens, top_k) + 0.1,
+        topk_ids=ids,
+        w13_bias=torch.randn(num_experts, rows).to(dtype) if bias else None,
+        w2_bias=torch.randn(num_experts, H).to(dtype) if bias else None,
+        activation=activation,
+        alpha=1.702,
+    )
+
+
+def check(implementation: Callable[..., Tensor], p: Problem) -> Tensor:
+    """Runs the problem; the result must be within the budget around the oracle's."""
+    before = [a.clone() if isinstance(a, Tensor) else a for a in p.arguments()]
+    y = implementation(*p.arguments())
+    exact = naive_experts(*p.arguments())
+    assert y.dtype == p.x.dtype
+    assert y.is_contiguous()
+    if y.dtype == torch.float64:
+        # Sums of a few dozen terms in another order: some hundred steps of 2e-16, far below any
+        # wrong formula.
+        torch.testing.assert_close(y, exact, rtol=1e-13, atol=1e-13)
+    else:
+        assert_within_budget(y, exact, naive_experts(*p.arguments(), dtype=y.dtype))
+    for argument, former in zip(p.arguments(), before, strict=True):
+        if isinstance(argument, Tensor):
+            assert torch.equal(argument, former), "an input was changed"
+    return y
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 33])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(7, 1), (5, 2), (3, 3)])
+def test_against_the_oracle(
+    implementation: Callable[..., Tensor],
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+) -> None:
+    check(implementation, problem(num_tokens, num_experts, top_k, dtype=dtype))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [None, 0.7])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(
+    implementation: Callable[..., Tensor],
+    activation: str,
+    limit: float | None,
+    dtype: torch.dtype,
+) -> None:
+    check(implementation, problem(activation=activation, dtype=dtype).but(limit=limit))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("activation", GATED)
+def test_interleaved_rows(implementation: Callable[..., Tensor], activation: str) -> None:
+    p = problem(activation=activation)
+    y = check(implementation, p.but(interleaved=True))
+    order = [*range(0, 2 * I, 2), *range(1, 2 * I, 2)]
+    halves = implementation(*p.but(w13=p.w13[:, order], w13_bias=p.w13_bias[:, order]).arguments())
+    torch.testing.assert_close(y, halves)
+
+
+ROUTINGS = {
+    "experts with nothing": [[1, 3], [3, 1], [1, 3]],
+    "one expert gets everything": [[2, 2], [2, 2], [2, 2]],
+    "the last expert alone": [[4, -1], [4, -1], [4, -1]],
+    "a skipped slot": [[-1, 0], [4, -1], [2, 3]],
+    "a skipped row": [[-1, -1], [4, 0], [-1, -1]],
+    "nothing at all": [[-1, -1], [-1, -1], [-1, -1]],
+    "an expert twice in a row": [[3, 3], [0, 0], [1, 3]],
+}
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_routings(
+    implementation: Callable[..., Tensor], routing: str, dtype: torch.dtype, bias: bool
+) -> None:
+    ids = torch.tensor(ROUTINGS[routing], dtype=dtype)
+    y = check(implementation, problem(num_tokens=3, bias=bias).but(topk_ids=ids))
+    assert (y[(ids < 0).all(1)] == 0).all()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_expert_map_with_holes(implementation: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    # Eight ids in the model, three rows here, out of order.
+    p = problem(num_experts=3).but(
+        topk_ids=torch.tensor([[0, 1], [2, 7], [3, 4], [6, 5], [-1, 1], [-1, 0], [7, 7]], dtype=dtype),
+        x=torch.randn(7, H),
+        topk_weights=torch.rand(7, 2),
+        expert_map=torch.tensor([-1, 2, -1, -1, -1, 0, -1, 1], dtype=torch.int32),
+    )
+    y = check(implementation, p)
+    assert (y[[2, 5]] == 0).all()
+    assert (y[[0, 1, 3, 4, 6]] != 0).any(1).all()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_router_weight_on_input(
+    implementation: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    p = problem(top_k=1, dtype=dtype)
+    p.topk_ids[3] = -1
+    y = check(implementation, p.but(apply_router_weight_on_input=True))
+    assert not torch.allclose(y, implementation(*p.arguments()), rtol=0.1)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values, transposed in memory."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("name", ["x", "w13", "w2", "topk_weights", "topk_ids"])
+def test_strided_operands(implementation: Callable[..., Tensor], name: str) -> None:
+    p = problem()
+    view = strided(getattr(p, name))
+    assert not view.is_contiguous()
+    check(implementation, p.but(**{name: view}))
+
+
+@IMPLEMENTATIONS
+def test_operands_inside_larger_memory(implementation: Callable[..., Tensor]) -> None:
+    p = problem()
+    wide = torch.full((9, 3 * H), torch.nan)
+    wide[:, 1 : 1 + H] = p.x
+    check(implementation, p.but(x=wide[:, 1 : 1 + H]))
+    check(implementation, p.but(x=p.x[:1].expand(9, H)))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("on_input", [False, True])
+def test_a_skipped_slot_contributes_nothing_whatever_it_holds(
+    implementation: Callable[..., Tensor], on_input: bool
+) -> None:
+    p = problem(num_tokens=4, top_k=1 if on_input else 2)
+    clean = p.but(apply_router_weight_on_input=on_input)
+    clean.topk_ids[1] = -1
+    x, weights = p.x.clone(), p.topk_weights.clone()
+    x[1], weights[1] = torch.nan, torch.inf
+    y = implementation(*clean.but(x=x, topk_weights=weights).arguments())
+    assert (y[1] == 0).all()
+    assert torch.equal(y, implementation(*clean.arguments()))
+
+
+def test_a_skipped_slot_sends_no_gradient_whatever_it_holds() -> None:
+    p = problem(num_tokens=4)
+    p.topk_ids[1] = -1
+    p.topk_weights[1] = torch.inf
+    parameters = [p.w13, p.w2, p.w13_bias, p.w2_bias]
+    for parameter in parameters:
+        parameter.requires_grad_()
+    fused_experts_reference(*p.arguments()).sum().backward()
+    for parameter in parameters:
+        assert parameter.grad.isfinite().all()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_runs_give_the_same_bits(
+    implementation: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    p = problem(num_tokens=33, dtype=dtype)
+    assert torch.equal(implementation(*p.arguments()), implementation(*p.arguments()))
+
+
+def test_the_op_gives_the_bits_of_the_reference() -> None:
+    p = problem(num_tokens=33)
+    assert torch.equal(fused_experts(*p.arguments()), fused_experts_reference(*p.arguments()))
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+BAD_SHAPES = {
+    "x of another width": (dict(x=(9, 8)), r"x must be \[T, 7\] .*\(9, 8\)"),
+    "x of one dimension": (dict(x=(9,)), r"needs x \[T, H\].*\(9,\)"),
+    "rows of w13": (dict(w13=(5, 9, 7)), r"w13 must be \(5, 10, 7\).*got \(5, 9, 7\)"),
+    "columns of w13": (dict(w13=(5, 10, 8)), r"w13 must be \(5, 10, 7\).*got \(5, 10, 8\)"),
+    "experts of w13": (dict(w13=(4, 10, 7)), r"w13 must be \(5, 10, 7\).*got \(4, 10, 7\)"),
+    "two dimensions of w2": (dict(w2=(7, 5)), r"needs x \[T, H\].*\(7, 5\)"),
+    "weights": (dict(topk_weights=(9, 3)), r"topk_weights \(9, 3\) and topk_ids \(9, 2\)"),
+    "ids of other tokens": (dict(topk_ids=(8, 2)), r"topk_ids .* x \(9, 7\); got \(8, 2\)"),
+    "ids of one dimension": (dict(topk_ids=(9,)), r"topk_ids .* x \(9, 7\); got \(9,\)"),
+    "w13_bias": (dict(w13_bias=(5, 9)), r"w13_bias must be \(5, 10\); got \(5, 9\)"),
+    "w13_bias that broadcasts": (dict(w13_bias=(5, 1)), r"w13_bias must be \(5, 10\); got \(5, 1\)"),
+    "w2_bias of too many experts": (dict(w2_bias=(6, 7)), r"w2_bias must be \(5, 7\); got \(6, 7\)"),
+    "expert_map": (dict(expert_map=(5, 1)), r"expert_map must be \[P\], got \(5, 1\)"),
+}
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("fault", BAD_SHAPES)
+def test_bad_shapes(implementation: Callable[..., Tensor], fault: str) -> None:
+    changes, message = BAD_SHAPES[fault]
+    p = problem()
+    integers = ("topk_ids", "expert_map")
+    bad = {
+        name: torch.zeros(shape, dtype=torch.int32 if name in integers else torch.float32)
+        for name, shape in changes.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        implementation(*p.but(**bad).arguments())
+
+
+@IMPLEMENTATIONS
+def test_bad_values(implementation: Callable[..., Tensor]) -> None:
+    p = problem()
+    bad: list[tuple[dict[str, Any], str]] = [
+        (dict(x=p.x.bfloat16()), "share a dtype; got torch.bfloat16, torch.float32"),
+        (dict(topk_ids=p.topk_ids.float()), "topk_ids must be int32 or int64, got torch.float32"),
+        (dict(activation="gelu_new"), "unknown activation 'gelu_new'; choose one of silu, "),
+        (dict(activation="silu_no_mul"), r"w13 must be \(5, 5, 7\).*'silu_no_mul'"),
+        (dict(apply_router_weight_on_input=True), "needs top_k = 1, got 2"),
+    ]
+    for changes, message in bad:
+        with pytest.raises(ValueError, match=message):
+            implementation(*p.but(**changes).arguments())
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("bad", [-2, 5, 2**31 - 1])
+def test_ids_out_of_range(implementation: Callable[..., Tensor], bad: int) -> None:
+    p = problem()
+    p.topk_ids[4, 1] = bad
+    with pytest.raises(ValueError, match=rf"topk_ids must be in \[-1, 5\); got .*{bad}"):
+        implementation(*p.arguments())
+
+
+@IMPLEMENTATIONS
+def test_ids_outside_the_expert_map(implementation: Callable[..., Tensor]) -> None:
+    p = problem().but(expert_map=torch.tensor([0, 1, -1], dtype=torch.int32))
+    p.topk_ids[:] = 2
+    assert (implementation(*p.arguments()) == 0).all()
+    p.topk_ids[0, 0] = 3
+    with pytest.raises(ValueError, match=r"topk_ids must be in \[-1, 3\); got 2 to 3"):
+        implementation(*p.arguments())
+
+
+# --- the op's contract ----------------------------------------------------------------------------
+
+CONTRACTS: dict[str, Callable[[], Problem]] = {
+    "plain": lambda: problem(bias=False),
+    "biases": problem,
+    "bfloat16": lambda: problem(dtype=torch.bfloat16),
+    "no tokens": lambda: problem(num_tokens=0),
+    "one token": lambda: problem(num_tokens=1),
+    "strided x": lambda: problem().but(x=strided(torch.randn(9, H))),
+    "row of a larger x": lambda: problem(num_tokens=1).but(x=torch.randn(3, 3, H)[1, 1:2]),
+    "expanded x": lambda: problem().but(x=torch.randn(1, H).expand(9, H)),
+    "strided weights": lambda: problem().but(w2=strided(torch.randn(5, H, I))),
+    "non-gated": lambda: problem(activation="relu2_no_mul"),
+    "limit, interleaved": lambda: problem(activation="swigluoai").but(limit=7.0, interleaved=True),
+    "weight on input": lambda: problem(top_k=1).but(apply_router_weight_on_input=True),
+    "expert_map": lambda: problem().but(expert_map=torch.arange(-1, 4, dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_opcheck(contract: str) -> None:
+    torch.library.opcheck(fused_experts, CONTRACTS[contract]().arguments())
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_the_fake_equals_the_real_one(contract: str) -> None:
+    arguments = CONTRACTS[contract]().arguments()
+    real = fused_experts(*arguments)
+    with FakeTensorMode() as mode:
+        fakes = (mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments)
+        fake = fused_experts(*fakes)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    assert fake.device == real.device
+    assert all(
+        real.untyped_storage().data_ptr() != a.untyped_storage().data_ptr()
+        for a in arguments
+        if isinstance(a, Tensor) and a.numel() and real.numel()
+    )
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2_no_mul"])
+@pytest.mark.parametrize("on_input", [False, True])
+def test_gradcheck(activation: str, on_input: bool) -> None:
+    top_k = 1 if on_input else 2
+    p = problem(4, 3, top_k, dtype=torch.float64, activation=activation)
+    p = p.but(topk_weights=p.topk_weights.double(), apply_router_weight_on_input=on_input)
+    p.topk_ids[:, 0] = torch.tensor([1, -1, 0, 1])
+    p.topk_ids[:, -1] = torch.tensor([1, -1, 0, -1])
+    names = ("x", "w13", "w2", "topk_weights", "w13_bias", "w2_bias")
+    inputs = tuple(getattr(p, name).requires_grad_() for name in names)
+
+    def function(*tensors: Tensor) -> Tensor:
+        changes = dict(zip(names, tensors, strict=True))
+        return fused_experts_reference(*p.but(**changes).arguments())
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_with_nothing_get_zero_gradients(dtype: torch.dtype) -> None:
+    p = problem(dtype=dtype)
+    p.topk_ids[:] = 3
+    parameters = [p.w13, p.w2, p.w13_bias, p.w2_bias]
+    for parameter in parameters:
+        parameter.requires_grad_()
+    fused_experts_reference(*p.arguments()).sum().backward()
+    for parameter in parameters:
+        assert (parameter.grad[[0, 1, 2, 4]] == 0).all()
+        assert (parameter.grad[3] != 0).any()
+
+
+def test_frozen_weights_cost_no_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*arguments: Tensor) -> Tensor:
+        raise AssertionError("the gradient of a frozen weight was computed")
+
+    monkeypatch.setattr("cmoe.custom_ops.grouped_mm._weight_grad_op", forbidden)
+    p = problem()
+    fused_experts_reference(*p.but(x=p.x.requires_grad_()).arguments()).sum().backward()
+    assert (p.x.grad != 0).all()
+    with pytest.raises(AssertionError, match="frozen"):
+        fused_experts_reference(*p.but(w2=p.w2.requires_grad_()).arguments()).sum().backward()
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("implementation", "backend", "sizes"),
+    [
+        (fused_experts, "inductor", (1, 2, 17, 64, 0)),
+        (fused_experts_reference, "aot_eager", (1, 2, 17, 64, 0)),
+        pytest.param(fused_experts_reference, "inductor", (2, 17), marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_with_any_number_of_tokens(
+    implementation: Callable[..., Tensor],
+    backend: str,
+    sizes: tuple[int, ...],
+    count_compiles: Callable[[], int],
+) -> None:
+    p = problem()
+
+    def forward(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        called = p.but(x=x, topk_weights=topk_weights, topk_ids=topk_ids)
+        return implementation(*called.arguments())
+
+    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend=backend)
+    for num_tokens in sizes:
+        call = problem(num_tokens)
+        arguments = (call.x, call.topk_weights, call.topk_ids)
+        torch.testing.assert_close(compiled(*arguments), forward(*arguments))
+    assert count_compiles() <= 3  # Torch specialises on sizes 0 and 1; all others share a graph.
+
+
+@pytest.mark.parametrize("implementation", [fused_experts, fused_experts_reference])
+def test_compiled_ids_out_of_range(implementation: Callable[..., Tensor]) -> None:
+    p = problem()
+    compiled = torch.compile(
+        lambda ids: implementation(*p.but(topk_ids=ids).arguments()),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    compiled(p.topk_ids)
+    p.topk_ids[3, 0] = 5
+    with pytest.raises((ValueError, RuntimeError), match=r"topk_ids must be in \[-1, 5\)"):
+        compiled(p.topk_ids)
+
+
+class _Reference(nn.Module):
+    def forward(self, *arguments: Any) -> Tensor:
+        return fused_experts_reference(*arguments)
+
+
+def test_the_reference_exports_with_any_number_of_tokens() -> None:
+    num_tokens = torch.export.Dim("num_tokens")
+    p = problem()
+    dynamic = tuple(
+        {0: num_tokens} if field.name in ("x", "topk_weights", "topk_ids") else None
+        for field in dataclasses.fields(Problem)
+    )
+    program = torch.export.export(_Reference(), p.arguments(), dynamic_shapes={"arguments": dynamic})
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert "cmoe.grouped_mm.default" in targets
+    for tokens in (2, 9, 33):
+        call = problem(tokens)
+        p = p.but(x=call.x, topk_weights=call.topk_weights, topk_ids=call.topk_ids)
+        torch.testing.assert_close(
+            program.module()(*p.arguments()), fused_experts_reference(*p.arguments())
+        )

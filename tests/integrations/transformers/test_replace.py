@@ -1,0 +1,354 @@
+"""replace_moe: memory, names, refusals; its numbers are compared in test_models.py."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+)
+
+import cmoe
+from cmoe.integrations.transformers import replace_moe
+from tests.integrations.transformers.tiny_models import (
+    LAYERS,
+    MODELS,
+    blocks,
+    relative_error,
+    tiny_model,
+    token_ids,
+)
+
+four_families = pytest.mark.parametrize("family", MODELS)
+PATHS = tuple(f"model.layers.{layer}.mlp" for layer in range(LAYERS))
+
+
+class Memory(TorchDispatchMode):
+    """Bytes that the ops inside allocate outside of the meta device, and how many live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and not tensor.is_meta and _storage(tensor) not in given:
+                self.live += tensor.untyped_storage().nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(tensor, self._free, tensor.untyped_storage().nbytes())
+        return result
+
+    def _free(self, num_bytes: int) -> None:
+        self.live -= num_bytes
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def storages(model: nn.Module) -> dict[int, int]:
+    """Pointer with size of every storage of the model but the layers' tokens."""
+    tensors = [*model.parameters(), *model.buffers()]
+    every = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return {pointer: num_bytes for pointer, num_bytes in every.items() if num_bytes > 1}
+
+
+@four_families
+def test_the_storage_is_taken_over(family: str) -> None:
+    model = tiny_model(family)
+    before = storages(model)
+    one_expert = model.model.layers[0].mlp.experts.gate_up_proj[0].nbytes
+    with Memory() as memory:
+        report = replace_moe(model)
+    assert storages(model) == before
+    tokens = LAYERS
+    assert memory.live == tokens
+    assert memory.peak <= one_expert + tokens if family == "gpt_oss" else memory.peak == tokens
+    assert report.replaced == PATHS
+    assert report.kept == ()
+    of_experts = [p for b in blocks(model) for p in b.routed_experts.parameters()]
+    assert report.num_bytes == sum(p.nbytes for p in of_experts)
+
+
+def test_the_memory_probe_sees_a_copy() -> None:
+    x = torch.zeros(10)
+    with Memory() as memory:
+        y = x.clone()
+        z = x[2:]
+    assert (memory.live, memory.peak) == (40, 40)
+    del y, z
+    gc.collect()
+    assert memory.live == 0
+
+
+@four_families
+def test_parameters_stay_the_same_objects_where_the_layout_allows(family: str) -> None:
+    model = tiny_model(family)
+    before = {id(p) for p in model.parameters()}
+    replace_moe(model)
+    others = [n for n, p in model.named_parameters() if id(p) not in before]
+    assert len(others) == (2 * LAYERS if family == "gpt_oss" else 0)
+
+
+@four_families
+@pytest.mark.parametrize("wanted", [False, True])
+def test_requires_grad_and_mode_are_kept(family: str, wanted: bool) -> None:
+    model = tiny_model(family).requires_grad_(wanted).train(wanted)
+    replace_moe(model)
+    assert all(p.requires_grad == wanted for p in model.parameters())
+    assert all(module.training == wanted for module in model.modules())
+
+
+@torch.no_grad()
+def test_models_with_the_same_paths_live_side_by_side() -> None:
+    ids = token_ids()
+    models = [tiny_model("qwen3_moe") for _ in range(2)]
+    expected = [model(ids).logits for model in models]
+    for model in models:
+        replace_moe(model)
+    names = {block.layer_name for model in models for block in blocks(model)}
+    assert len(names) == 2 * LAYERS
+    assert {block.prefix for model in models for block in blocks(model)} == set(PATHS)
+    for model, logits in zip(models, expected, strict=True):
+        assert relative_error(model(ids).logits, logits) <= 1e-5
+
+
+def test_deleting_the_model_frees_its_weights() -> None:
+    model = tiny_model("gpt_oss")
+    replace_moe(model)
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(ref() is not None for ref in parameters)
+
+
+@four_families
+@torch.no_grad()
+def test_copies_and_saved_state_work(family: str) -> None:
+    model, ids = tiny_model(family), token_ids()
+    replace_moe(model)
+    expected = model(ids).logits
+    assert torch.equal(copy.deepcopy(model)(ids).logits, expected)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(ids).logits, expected)
+    other = tiny_model(family)
+    replace_moe(other)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(ids).logits, expected)
+
+
+@four_families
+@torch.no_grad()
+def test_runners_load_the_checkpoint_again(family: str) -> None:
+    """The names of transformers, whatever became of the layout in memory."""
+    model, other = tiny_model(family), tiny_model(family)
+    state, ids = other.state_dict(), token_ids()
+    before = storages(replaced := copy.deepcopy(model))
+    replace_moe(replaced)
+    for path in PATHS:
+        of_block = {k: v for k, v in state.items() if k.startswith(f"{path}.")}
+        replaced.get_submodule(path).load_weights(of_block)
+    rest = {k: v for k, v in state.items() if not k.startswith(PATHS)}
+    replaced.load_state_dict(rest, strict=False)
+    assert storages(replaced) == before
+    assert relative_error(replaced(ids).logits, other(ids).logits) <= 1e-5
+
+
+def test_save_pretrained_refuses(tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    replace_moe(model)
+    with pytest.raises(cmoe.UnsupportedError, match="save_pretrained after replace_moe"):
+        model.save_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@torch.no_grad()
+def test_a_submodel_can_be_given() -> None:
+    model, ids = tiny_model("mixtral"), token_ids()
+    expected = model(ids).logits
+    report = replace_moe(model.model)
+    assert report.replaced == tuple(path.removeprefix("model.") for path in PATHS)
+    assert relative_error(model(ids).logits, expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_dtypes_of_a_model_cast_as_a_whole_are_fine() -> None:
+    model, ids = tiny_model("deepseek_v3").bfloat16(), token_ids()
+    replace_moe(model)
+    bias = blocks(model)[0].router.e_score_correction_bias
+    assert bias.dtype == torch.float32
+    assert model(ids).logits.dtype == torch.bfloat16
+
+
+def test_a_family_without_a_row_is_pointed_to_the_switch() -> None:
+    config = OlmoeConfig(
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=32,
+    )
+    with pytest.raises(cmoe.UnsupportedError) as raised:
+        replace_moe(OlmoeForCausalLM(config))
+    for part in (
+        "no row for the blocks of OlmoeForCausalLM (experts at model.layers.0.mlp.experts)",
+        "known families: qwen3_moe, mixtral, deepseek_v3, gpt_oss",
+        'model.set_experts_implementation("cmoe")',
+    ):
+        assert part in str(raised.value)
+
+
+def test_a_model_without_experts_is_an_error() -> None:
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=32,
+    )
+    with pytest.raises(cmoe.UnsupportedError, match="LlamaForCausalLM has no sparse block"):
+        replace_moe(LlamaForCausalLM(config))
+
+
+def test_replacing_twice_is_an_error() -> None:
+    model = tiny_model("qwen3_moe")
+    replace_moe(model)
+    with pytest.raises(cmoe.UnsupportedError, match="before its blocks are replaced"):
+        replace_moe(model)
+
+
+def check_refused(model: PreTrainedModel, match: str) -> None:
+    """replace_moe raises about the last block, changes nothing at all."""
+    before = [(name, id(module)) for name, module in model.named_modules()]
+    contents = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(cmoe.UnsupportedError, match=rf"{PATHS[-1]} : .*{match}") as raised:
+        replace_moe(model)
+    assert "nothing was changed" in str(raised.value)
+    assert 'set_experts_implementation("cmoe")' in str(raised.value)
+    assert [(name, id(module)) for name, module in model.named_modules()] == before
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta or torch.equal(parameter.float(), contents[name].float())
+
+
+def _to(parameter: nn.Parameter, **kwargs: object) -> nn.Parameter:
+    return nn.Parameter(parameter.data.to(**kwargs), requires_grad=False)
+
+
+def _dtype_mix(experts: nn.Module) -> None:
+    experts.down_proj = _to(experts.down_proj, dtype=torch.bfloat16)
+
+
+def _meta(experts: nn.Module) -> None:
+    experts.down_proj = _to(experts.down_proj, device="meta")
+
+
+def _int8(experts: nn.Module) -> None:
+    experts.down_proj = _to(experts.down_proj, dtype=torch.int8)
+
+
+def _float8(experts: nn.Module) -> None:
+    experts.down_proj = _to(experts.down_proj, dtype=torch.float8_e4m3fn)
+
+
+def _scales(experts: nn.Module) -> None:
+    experts.register_buffer("down_proj_scale", torch.ones(3))
+
+
+def _pruned(experts: nn.Module) -> None:
+    experts.down_proj = nn.Parameter(experts.down_proj.data[:-1])
+
+
+def _gradient(experts: nn.Module) -> None:
+    experts.down_proj.grad = torch.zeros_like(experts.down_proj)
+
+
+def _hook(experts: nn.Module) -> None:
+    experts.register_forward_hook(lambda module, args, output: None)
+
+
+def _own_forward(experts: nn.Module) -> None:
+    experts.forward = experts.forward
+
+
+def _parametrized(experts: nn.Module) -> None:
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+
+
+@four_families
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (_dtype_mix, "weights have several dtypes: bfloat16, float32"),
+        (_meta, "down_proj is on the meta device: load the weights first"),
+        (_int8, "down_proj is a Parameter of torch.int8, no plain float parameter"),
+        (_float8, "down_proj is a Parameter of torch.float8_e4m3fn, no plain float"),
+        (_scales, r"its experts have the tensors .*down_proj_scale.*\(quantised\?\)"),
+        (_pruned, "down_proj is .*, by the config"),
+        (_gradient, "down_proj has a gradient: set it to None first"),
+        (_hook, "its experts module has hooks"),
+        (_own_forward, "its experts module has a forward of its own"),
+        (_parametrized, r"parametrizations \(an adapter\)"),
+    ],
+)
+def test_blocks_are_judged_before_one_is_changed(family: str, change, match: str) -> None:
+    model = tiny_model(family)
+    change(blocks(model)[-1].experts)
+    check_refused(model, match)
+
+
+def test_shared_weights_are_refused() -> None:
+    model = tiny_model("gpt_oss")
+    first, last = (block.experts for block in blocks(model))
+    last.down_proj = first.down_proj
+    check_refused(model, "down_proj is shared with another module")
+
+
+def test_hooks_of_the_block_are_refused() -> None:
+    model = tiny_model("mixtral")
+    blocks(model)[-1].register_forward_pre_hook(lambda module, args: None)
+    check_refused(model, "the block has hooks")
+
+
+def test_a_missing_gate_is_refused() -> None:
+    model = tiny_model("mixtral")
+    del blocks(model)[-1].gate
+    check_refused(model, "has no module gate")
+
+
+def test_a_gate_of_another_size_is_refused() -> None:
+    model = tiny_model("mixtral")
+    gate = blocks(model)[-1].gate
+    gate.weight = nn.Parameter(gate.weight.data[:3])
+    check_refused(model, r"gate.weight is \(3, 20\), by the config \(7, 20\)")
+
+
+def test_what_the_row_does_not_hold_for_is_refused() -> None:
+    model = tiny_model("mixtral")
+    model.config.router_jitter_noise = 0.1
+    check_refused(model, "config.router_jitter_noise is 0.1, a replaced block does what 0.0 does")
+
+
+def test_an_activation_outside_the_table_is_refused() -> None:
+    model = tiny_model("mixtral")
+    model.config.hidden_act = "mish"
+    check_refused(model, "unknown activation 'mish'")

@@ -1,0 +1,55 @@
+"""The router's linear layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import cmoe
+from tests.layers import x_of
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_logits_are_not_rounded_to_the_dtype_of_the_input(dtype: torch.dtype, bias: bool) -> None:
+    gate = cmoe.GateLinear(64, 7, bias=bias, dtype=dtype)
+    if bias:
+        nn.init.normal_(gate.bias)
+    x = x_of(5, width=64, dtype=dtype)
+    logits = gate(x)
+    assert logits.dtype == torch.promote_types(dtype, torch.float32)
+    exact = x.double() @ gate.weight.double().T + (gate.bias.double() if bias else 0)
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_choices_in_bfloat16_are_those_in_float64() -> None:
+    """Rounded logits choose other experts for some percent of the tokens."""
+    gate = cmoe.GateLinear(512, 128, dtype=torch.bfloat16)
+    x = x_of(256, width=512, dtype=torch.bfloat16)
+    exact = x.double() @ gate.weight.double().T
+    expected = exact.topk(16).indices.sort().values
+    assert torch.equal(gate(x).topk(16).indices.sort().values, expected)
+    rounded = nn.functional.linear(x, gate.weight).topk(16).indices.sort().values
+    assert not torch.equal(rounded, expected)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_gate_takes_over_parameters_without_a_copy(has_bias: bool) -> None:
+    linear = nn.Linear(16, 5, bias=has_bias)
+    gate = cmoe.GateLinear.of(linear.weight, linear.bias)
+    assert gate.weight is linear.weight
+    assert gate.bias is linear.bias
+    x = x_of(3)
+    torch.testing.assert_close(gate(x), linear(x))
+
+
+def test_fresh_logits_have_about_the_size_of_the_input() -> None:
+    logits = cmoe.GateLinear(1024, 64)(x_of(64, width=1024))
+    assert 0.9 < logits.std().item() < 1.1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gate_without_bias_has_no_parameter_for_it(bias: bool) -> None:
+    names = {"weight", "bias"} if bias else {"weight"}
+    assert set(cmoe.GateLinear(16, 5, bias=bias).state_dict()) == names
