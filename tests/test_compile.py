@@ -1,4 +1,4 @@
-"""One graph for all layers, right results from it, and in which modes."""
+"""One graph for all layers, right results from it, in every mode."""
 
 from __future__ import annotations
 
@@ -100,6 +100,8 @@ def test_twelve_blocks_share_one_graph(
 
 
 class Model(nn.Module):
+    """Residual layers that share their logits."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(with_logits(number) for number in range(NUM_LAYERS))

@@ -119,7 +119,7 @@ def test_hash_routing(compiled: bool) -> None:
     assert_follows(layer, y.view(-1, HIDDEN), x.view(-1, HIDDEN), weights, ids)
     with pytest.raises(ValueError, match="HashRouter needs input_ids"):
         layer(x, logits)
-    with pytest.raises(ValueError, match="input_ids has dtype torch.float32"):
+    with pytest.raises(ValueError, match=r"input_ids has dtype torch\.float32"):
         layer(x, logits, input_ids=tokens.float())
     with pytest.raises(ValueError, match=r"input_ids \(8,\) must have the leading dimensions"):
         layer(x, logits, input_ids=tokens.view(-1))

@@ -156,8 +156,8 @@ def test_a_layer_that_breaks_the_fakes_promise_is_an_error(lie: Any, message: st
     layer = Mirror(lie, lie)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.cmoe.moe_forward(x_of(3), None, None, None, None, layer.layer_token)
+    x = x_of(3)
     with pytest.raises(RuntimeError, match=message):
-        x = x_of(3)
         torch.ops.cmoe.moe_forward_shared(x, None, None, None, None, x, layer.layer_token)
 
 

@@ -44,11 +44,15 @@ class OtherRunner(cmoe.MoERunner):
 
 
 class OtherExperts(cmoe.RoutedExperts):
+    """One more than the experts give."""
+
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         return super().forward(x, routing) + 1
 
 
 class OtherShared(cmoe.SharedExperts):
+    """One more than the shared experts give."""
+
     def __init__(self, mlp: nn.Module, gate: nn.Module | None = None) -> None:
         super().__init__(mlp, gate)
 
@@ -128,7 +132,7 @@ class Foreign(cmoe.MoERunnerInterface):
 
 
 class SubRunner(cmoe.MoERunner):
-    pass
+    """A class that knows nothing of the replacement."""
 
 
 def test_a_runner_may_be_replaced_by_another_kind_of_runner() -> None:
@@ -154,14 +158,21 @@ def test_what_is_active_is_listed_and_undone() -> None:
     assert type(layer) is OtherShared
 
 
-def test_a_scope_ends_with_an_error_too() -> None:
-    with pytest.raises(KeyError), cmoe.SharedExperts.replaced_by(OtherShared):
+def fail_in_scope() -> None:
+    with cmoe.SharedExperts.replaced_by(OtherShared):
         assert cmoe.PluggableLayer.active()["shared_experts"] is OtherShared
         raise KeyError
+
+
+def test_a_scope_ends_with_an_error_too() -> None:
+    with pytest.raises(KeyError):
+        fail_in_scope()
     assert cmoe.PluggableLayer.active()["shared_experts"] is cmoe.SharedExperts
 
 
 class Incomplete(cmoe.MoERunnerInterface):
+    """Lacks most of the contract."""
+
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
         raise NotImplementedError
 
@@ -185,11 +196,9 @@ def test_a_wrong_replacement_is_an_error_at_registration(
     place: type[cmoe.PluggableLayer], replacement: Any, message: str, parentheses: bool
 ) -> None:
     before = cmoe.PluggableLayer.active()
+    register = place.register_oot() if parentheses else place.register_oot
     with pytest.raises(ValueError, match=message):
-        if parentheses:
-            place.register_oot()(replacement)
-        else:
-            place.register_oot(replacement)
+        register(replacement)
     assert cmoe.PluggableLayer.active() == before
 
 
@@ -215,5 +224,5 @@ def test_undoing_what_was_not_done_is_an_error() -> None:
 def test_names_are_given_once() -> None:
     with pytest.raises(ValueError, match=r"'moe_runner' already names cmoe\.runner\.MoERunner"):
         cmoe.PluggableLayer.register("moe_runner")(OtherRunner)
-    with pytest.raises(ValueError, match="must derive from PluggableLayer; got .*Linear"):
+    with pytest.raises(ValueError, match=r"must derive from PluggableLayer; got .*Linear"):
         cmoe.PluggableLayer.register("linear")(nn.Linear)

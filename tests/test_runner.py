@@ -319,6 +319,8 @@ def constant_layer(scale: float, value: float, **parts: Any) -> cmoe.MoERunner:
 
 
 class Constant(nn.Module):
+    """Shared experts that give one number."""
+
     def __init__(self, value: float) -> None:
         super().__init__()
         self.value = value
@@ -588,7 +590,7 @@ def test_a_cast_layer_is_right_and_keeps_its_bias(how: str) -> None:
     assert torch.equal(layer.router.correction_bias(), bias)
     x = x_of(7, dtype=dtype)
     assert_exact(layer, layer(x), x, layer.gate(x))
-    with pytest.raises(ValueError, match="dtype torch.float8_e5m2, the weights"):
+    with pytest.raises(ValueError, match=r"dtype torch\.float8_e5m2, the weights"):
         layer(x.to(torch.float8_e5m2))
 
 

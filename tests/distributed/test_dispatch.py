@@ -1,4 +1,4 @@
-"""Dispatch on one rank, and that the runner asks its dispatcher."""
+"""Dispatch on one rank, how the runner asks its dispatcher."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.integrations.transformers.tiny_models import fill, relative_error
 
 E, K, H, I = 7, 3, 20, 11  # noqa: E741 - the shape vocabulary
 
-# What configs call the sizes; a list holds one for each modality.
+# What configs call the sizes.
 SIZES: Mapping[str, int] = {
     "hidden_size": H,
     "moe_hidden_size": H,
@@ -62,8 +62,8 @@ FOUND = list(found())
 def make(module: ModuleType, name: str) -> nn.Module:
     """The class with its own config, at small sizes; of several configs the first that serves."""
     tried = []
-    for config_class in dict.fromkeys(vars(module).values()):
-        if not inspect.isclass(config_class) or not issubclass(config_class, PreTrainedConfig):
+    for config_class in filter(inspect.isclass, vars(module).values()):
+        if not issubclass(config_class, PreTrainedConfig):
             continue
         try:
             config = small(config_class)
@@ -81,10 +81,9 @@ def make(module: ModuleType, name: str) -> nn.Module:
 def small(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     config = config_class()
     for key, size in SIZES.items():
-        if isinstance(value := getattr(config, key, None), int | list | tuple):
+        if hasattr(config, key):
             # Past the config's own checks, which may want other sizes to fit.
-            size_or_sizes = size if isinstance(value, int) else [size] * len(value)
-            object.__setattr__(config, key, size_or_sizes)
+            object.__setattr__(config, key, size)
     return config
 
 
