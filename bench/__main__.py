@@ -6,9 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from bench import command_compare, command_run
+from bench import (
+    command_compare,
+    command_compile,
+    command_cudagraph,
+    command_report,
+    command_run,
+)
 
-_COMMANDS = (command_run, command_compare)
+_COMMANDS = (command_run, command_compare, command_cudagraph, command_compile, command_report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import torch
 
-from bench import cpu, environment, floor, limits, modes, record, run, shapes, suites, tables
+from bench import (
+    cpu,
+    environment,
+    floor,
+    limits,
+    modes,
+    record,
+    run,
+    shapes,
+    small_layer,
+    suites,
+    tables,
+)
 from bench.peers import PEERS, add_peers_from
 from bench.progress import Progress
 from bench.timing import CacheFlush, CudaCacheFlush, NoFlush
@@ -47,7 +59,9 @@ def suite_of(options: argparse.Namespace) -> suites.Suite:
     """The suite asked for, with what the flags replace."""
     known = suites.suites(cuda=torch.cuda.is_available())
     if options.suite not in known:
-        raise ValueError(f"unknown suite {options.suite!r}; choose one of {', '.join(known)}")
+        raise ValueError(
+            f"unknown suite {options.suite!r}; choose one of {', '.join(known)}, small-layer"
+        )
     suite = known[options.suite]
     changes: dict[str, object] = {}
     for flag, name in (
@@ -106,11 +120,11 @@ def execute(options: argparse.Namespace) -> int:
     torch.set_grad_enabled(False)
     if options.peers_from:
         add_peers_from(options.peers_from)
+    if options.suite == "small-layer":
+        return _execute_small_layer(options)
     pythons = {"vllm": options.vllm_python} if options.vllm_python else {}
     suite, cells = fitting(suite_of(options), pythons)
-    described = environment.describe(
-        threads=options.threads, command=environment.command_line()
-    )
+    described = environment.describe(threads=options.threads, command=environment.command_line())
     measured = limits.measure(threads=options.threads)
 
     def keep(new: list[record.Cell], versions: dict[str, str]) -> None:
@@ -143,6 +157,18 @@ def execute(options: argparse.Namespace) -> int:
         print(tables.record_text(record.load(options.out)))
         print(f"\nRecord: {options.out}")
     return 130 if interrupted else 0
+
+
+def _execute_small_layer(options: argparse.Namespace) -> int:
+    progress = Progress([1.0])
+    progress.step("small layers, T=1")
+    described = environment.describe(threads=options.threads, command=environment.command_line())
+    cells = tuple(small_layer.measure(progress=progress))
+    made = record.Record(environment=described, limits=None, cells=cells)
+    record.save(made, options.out)
+    print(tables.machine_text(made))
+    print(f"\n{small_layer.text(cells)}\n\nRecord: {options.out}")
+    return 0
 
 
 def _flush(off: bool, measured: limits.Limits):  # type: ignore[no-untyped-def]

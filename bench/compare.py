@@ -149,8 +149,7 @@ def _pair(
     arms = [server.new_arm(competitor.impl, competitor.mode) for server in (a, b)]
     try:
         times = [
-            _begin(side, arm, group.case(), reference)
-            for side, arm in zip("AB", arms, strict=True)
+            _begin(side, arm, group.case(), reference) for side, arm in zip("AB", arms, strict=True)
         ]
         return measure_pairs(
             arms[0], arms[1], call_ms=max(times), effort=effort, threshold=threshold

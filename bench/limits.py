@@ -99,7 +99,9 @@ def _say(line: str) -> None:
     print(f"bench: {line}", file=sys.stderr)
 
 
-def _best_seconds(call: Callable[[], object], repeats: int, synchronize: Callable[[], None]) -> float:
+def _best_seconds(
+    call: Callable[[], object], repeats: int, synchronize: Callable[[], None]
+) -> float:
     call()
     best = float("inf")
     for _ in range(repeats):

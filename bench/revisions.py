@@ -27,7 +27,12 @@ class Tree:
     cache: Path  # compiled kernels of this revision alone
 
     def start(
-        self, *, threads: int, cache_bytes: int, python: str = sys.executable, peers_from: str | None
+        self,
+        *,
+        threads: int,
+        cache_bytes: int,
+        python: str = sys.executable,
+        peers_from: str | None,
     ) -> ArmServer:
         """A process that imports this tree's cmoe. Raises ValueError if it gets another one."""
         server = ArmServer(

@@ -59,9 +59,7 @@ def num_active(ids: Tensor) -> int:
     return int(ids.unique().numel())
 
 
-def draw_ids(
-    shape: Shape, tokens: int, *, routing: str, num_draws: int, seed: int
-) -> list[Tensor]:
+def draw_ids(shape: Shape, tokens: int, *, routing: str, num_draws: int, seed: int) -> list[Tensor]:
     """`num_draws` routings [tokens, K] int32 that all touch about the same number of experts.
 
     Of four times as many candidates those nearest to their median number of active experts are

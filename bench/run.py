@@ -37,9 +37,7 @@ class Group:
 
     def case(self) -> Case:
         """The problem that all of them solve."""
-        return Case(
-            shape=self.shape, tokens=self.tokens, dtype=self.dtype, routing=self.routing
-        )
+        return Case(shape=self.shape, tokens=self.tokens, dtype=self.dtype, routing=self.routing)
 
 
 def groups_of(suite: Suite) -> list[Group]:
@@ -86,9 +84,7 @@ class Field(AbstractContextManager["Field"]):
         library = competitor.impl.partition(":")[0]
         python = remote_pythons.get(library)
         if python is None:
-            return LocalArm(
-                competitor.impl, competitor.mode, store=self._store, flush=self._flush
-            )
+            return LocalArm(competitor.impl, competitor.mode, store=self._store, flush=self._flush)
         if python not in self._servers:
             self._servers[python] = ArmServer(
                 python, threads=self._threads, cache_bytes=self._cache_bytes
@@ -244,9 +240,7 @@ def _measure(
             continue
         reason = reasons[index]
         if reason is not None:
-            measurements.append(
-                Measurement(arm=arm, started=Started(impl=arm.impl), error=reason)
-            )
+            measurements.append(Measurement(arm=arm, started=Started(impl=arm.impl), error=reason))
             continue
         m = warm_up(arm, case, suite.effort, reference)
         if m.error is not None:

@@ -27,19 +27,27 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     padded = [
-        "| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |"
+        "| "
+        + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True))
+        + " |"
         for line in lines
     ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([padded[0], rule, *padded[1:]])
 
 
-def _groups(cells: Iterable[Cell]) -> dict[tuple[str, str, str, str], list[Cell]]:
+def grouped(cells: Iterable[Cell]) -> dict[tuple[str, str, str, str], list[Cell]]:
     groups: dict[tuple[str, str, str, str], list[Cell]] = {}
     for cell in cells:
         key = (cell.part, cell.shape, cell.dtype, cell.routing)
         groups.setdefault(key, []).append(cell)
     return groups
+
+
+def title_of(key: tuple[str, str, str, str]) -> str:
+    """The heading of a group: shape, dtype, what is timed, routing."""
+    part, shape, dtype, routing = key
+    return f"{shape}, {dtype}, {part}, {routing} routing"
 
 
 def _cell_text(cell: Cell | None) -> str:
@@ -93,6 +101,24 @@ def latency_table(cells: Sequence[Cell]) -> str:
     return table(header, rows)
 
 
+def summary_table(cells: Sequence[Cell]) -> str:
+    """Shapes down, tokens across: cmoe's best time, percent of the floor, gain on the best peer."""
+    sizes = sorted({cell.tokens for cell in cells})
+    rows = []
+    for key, group in grouped(cells).items():
+        row = [title_of(key)]
+        for tokens in sizes:
+            here = [cell for cell in group if cell.tokens == tokens]
+            mine, theirs = best(here, ours=True), best(here, ours=False)
+            text = _cell_text(mine)
+            if mine is not None and theirs is not None:
+                assert mine.ms_median is not None and theirs.ms_median is not None
+                text += f", {theirs.ms_median / mine.ms_median:.2f}x"
+            row.append(text)
+        rows.append(row)
+    return table(["", *[f"T = {tokens}" for tokens in sizes]], rows)
+
+
 def reasons_text(cells: Iterable[Cell]) -> str:
     """Why cells are empty, each reason once."""
     reasons: dict[tuple[str, str], list[int]] = {}
@@ -141,7 +167,9 @@ def machine_text(record: Record) -> str:
         )
     versions = environment.get("versions", {})
     lines.append(spread_text(record.cells))
-    lines.append("Versions: " + ", ".join(f"{name} {text}" for name, text in versions.items()) + ".")
+    lines.append(
+        "Versions: " + ", ".join(f"{name} {text}" for name, text in versions.items()) + "."
+    )
     lines.append(f"Command: `{environment.get('command')}`")
     return "\n".join(lines)
 
@@ -149,8 +177,8 @@ def machine_text(record: Record) -> str:
 def record_text(record: Record) -> str:
     """Everything of a record that people read."""
     parts = [machine_text(record)]
-    for (part, shape, dtype, routing), cells in _groups(record.cells).items():
-        parts.append(f"### {shape}, {dtype}, {part}, {routing} routing\n\n{latency_table(cells)}")
+    for key, cells in grouped(record.cells).items():
+        parts.append(f"### {title_of(key)}\n\n{latency_table(cells)}")
         reasons = reasons_text(cells)
         if reasons:
             parts.append("Left out:\n\n" + reasons)

@@ -27,3 +27,13 @@ def cxx_compiler() -> str | None:
         return shutil.which(explicit)
     found = (shutil.which(name) for name in ("g++", "clang++", "c++"))
     return next((path for path in found if path), None)
+
+
+def child_environment(compile_cache: Path) -> dict[str, str]:
+    """The environment for a child process: torch's compiled graphs in a folder, no network."""
+    return {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(compile_cache),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -26,7 +26,7 @@ def naive_route(
     topk_group: int = 1,
     scaling: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Weights [T, K] float64 with ids [T, K] int64, best choice first, the lower id first in ties."""
+    """Weights [T, K] float64 with ids [T, K] int64; best choice first, in ties the lower id."""
     largest = torch.finfo(torch.promote_types(logits.dtype, torch.float32)).max
     num_experts = logits.shape[1]
     weights, ids = [], []
@@ -122,8 +122,9 @@ def naive_experts(
 ) -> Tensor:
     """y[t] = sum over k of w[t, k] * expert id[t, k] of x[t]; [T, H] in `dtype`.
 
-    x: [T, H]; w13: [E, N, H]; w2: [E, H, I]; topk_weights, topk_ids: [T, K]; biases: [E, N], [E, H];
-    expert_map: [P]. With another dtype every step is rounded to it: the plain low-precision reference.
+    x: [T, H]; w13: [E, N, H]; w2: [E, H, I]; topk_weights, topk_ids: [T, K]; biases: [E, N],
+    [E, H]; expert_map: [P]. With another dtype every step is rounded to it: the plain reference of
+    low precision.
     """
     x, w13, w2, topk_weights = (tensor.to(dtype) for tensor in (x, w13, w2, topk_weights))
     y = torch.zeros(x.shape, dtype=dtype)

@@ -14,10 +14,10 @@ I = 5  # noqa: E741 - the name of the shape vocabulary
 
 
 def test_the_names() -> None:
-    assert ACTIVATIONS == (
+    assert (
         *("silu", "gelu", "gelu_tanh", "relu2", "swigluoai"),
         *("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"),
-    )
+    ) == ACTIVATIONS
     for name in ACTIVATIONS:
         assert Activation(name=name).is_gated() == (name in GATED)
 

@@ -319,7 +319,7 @@ def test_the_dtype_of_a_transformers_config() -> None:
 
 
 def test_an_unknown_family() -> None:
-    with pytest.raises(ValueError, match="model_type 'llama' is not in the table .*: qwen3_moe, "):
+    with pytest.raises(ValueError, match=r"model_type 'llama' is not in the table .*: qwen3_moe, "):
         MoEConfig.from_hf({**QWEN3, "model_type": "llama"})
 
 

@@ -29,7 +29,9 @@ def test_a_row_is_found_by_its_model_type(family: Family) -> None:
 
 
 def test_an_unknown_model_type() -> None:
-    with pytest.raises(ValueError, match="model_type 'qwen' is not .*; known: qwen3_moe, mixtral, "):
+    with pytest.raises(
+        ValueError, match=r"model_type 'qwen' is not .*; known: qwen3_moe, mixtral, "
+    ):
         family_of("qwen")
 
 

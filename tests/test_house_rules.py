@@ -66,6 +66,7 @@ LEVELS: Mapping[str, int] = {
     "cmoe.layer": 6,
     "cmoe.integrations": 7,
     "cmoe.demo": 7,
+    "cmoe.machine": 7,
     "cmoe.cli": 7,
     "cmoe.__main__": 7,
     "cmoe": 7,  # exports only, so it stands as high as what it may export

@@ -114,7 +114,9 @@ class Mirror(cmoe.MoERunnerInterface):
     def forward_impl(
         self, inputs: RouterInputs, shared_experts_input: Tensor | None
     ) -> cmoe.MoEOutput:
-        shared, routed = (make(inputs.hidden_states, shared_experts_input) for make in self.outputs)
+        shared, routed = (
+            make and make(inputs.hidden_states, shared_experts_input) for make in self.outputs
+        )
         return cmoe.MoEOutput(shared, routed)
 
 
@@ -134,6 +136,14 @@ def test_outputs_share_no_memory(shared: str, routed: str) -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in (x, s, *outputs)}) == 4
     assert torch.equal(outputs[0], ALIASES[shared](x, s))
     assert torch.equal(outputs[1], ALIASES[routed](x, s))
+
+
+def test_outputs_are_contiguous_whatever_the_layer_gives() -> None:
+    layer = Mirror(None, lambda x, s: x.t().contiguous().t())
+    x = x_of(3)
+    y = torch.ops.cmoe.moe_forward(x, None, None, None, None, layer.layer_token)
+    assert y.is_contiguous()
+    assert torch.equal(y, x)
 
 
 def test_two_outputs_that_are_one_tensor_come_apart() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -317,7 +316,6 @@ def test_an_iterator_is_read_one_tensor_at_a_time() -> None:
             given.append(weakref.ref(own))
             yield name, own
             del own
-            gc.collect()
             alive.append(sum(reference() is not None for reference in given))
 
     experts.load_weights(stream())

@@ -98,6 +98,14 @@ def test_a_deepseek_block(built_as: str, with_prefix: bool, how: Callable[[Tenso
     assert_holds(layer, tensors)
 
 
+def test_the_padding_is_cleared_too() -> None:
+    config = config_of(quant=cmoe.QuantConfig(size_multiple=12), has_bias=True)
+    layer = layer_of(config)
+    poison(layer)
+    layer.load_weights(expert_tensors(config))
+    assert not has_nan(layer)
+
+
 def test_loading_again_moves_nothing() -> None:
     layer = deepseek_layer()
     held = [t.data_ptr() for t in [*layer.parameters(), *layer.buffers()]]

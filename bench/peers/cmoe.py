@@ -26,7 +26,6 @@ class CmoeExperts(Peer):
 
     def unsupported(self, case: Case, mode: str) -> str | None:
         from cmoe.custom_ops.backends import explain_backends
-        from cmoe.errors import UnsupportedError
 
         if self._requested == "auto":
             return None
@@ -38,7 +37,9 @@ class CmoeExperts(Peer):
     def load(self, shape: Shape, weights: Weights) -> Loaded:
         from cmoe.custom_ops.backends import choose_backend, select_kernels
 
-        dtype = next(name for name, torch_dtype in DTYPES.items() if torch_dtype == weights.w2.dtype)
+        dtype = next(
+            name for name, torch_dtype in DTYPES.items() if torch_dtype == weights.w2.dtype
+        )
         spec = _layer_spec(shape, dtype)
         self.impl = f"cmoe:{choose_backend(spec, self._requested).name}"
         fused_experts = select_kernels(spec, self._requested).fused_experts
@@ -67,6 +68,7 @@ class CmoeExperts(Peer):
 @functools.cache
 def _layer_spec(shape: Shape, dtype: str) -> object:
     import torch
+
     from cmoe.custom_ops.backends import LayerSpec
 
     return LayerSpec(

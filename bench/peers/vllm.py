@@ -113,9 +113,7 @@ class FusedExpertsCpu(Peer):
         def experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
             out = torch.empty_like(x)
             none = (None,) * 9
-            ops.fused_experts_cpu(
-                out, x, w13, w2, topk_weights, topk_ids, 0, *none, None, True
-            )
+            ops.fused_experts_cpu(out, x, w13, w2, topk_weights, topk_ids, 0, *none, None, True)
             return out
 
         return Loaded(experts, plain_arguments)

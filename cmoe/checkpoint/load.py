@@ -206,7 +206,9 @@ def _check(name: str, key: str, info: TensorInfo, place: Tensor) -> None:
 
 def _check_float(key: str, info: TensorInfo) -> None:
     if not info.dtype.is_floating_point or info.dtype.itemsize == 1:
-        raise LoadError(f"{key} has dtype {info.dtype}; it should be a float dtype of 16 bits or more")
+        raise LoadError(
+            f"{key} has dtype {info.dtype}; it should be a float dtype of 16 bits or more"
+        )
 
 
 def _renaming(family: Family) -> Callable[[str], str]:

@@ -79,7 +79,7 @@ class ReferenceBackend(Backend):
 
 
 _LAST = ReferenceBackend()
-_BUILT_IN: tuple[str, ...] = ()
+_BUILT_IN: tuple[str, ...] = ("cpu",)
 _REGISTERED: list[Backend] = []
 
 

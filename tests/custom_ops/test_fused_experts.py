@@ -157,7 +157,9 @@ def test_routings(
 def test_expert_map_with_holes(implementation: Callable[..., Tensor], dtype: torch.dtype) -> None:
     # Eight ids in the model, three rows here, out of order.
     p = problem(num_experts=3).but(
-        topk_ids=torch.tensor([[0, 1], [2, 7], [3, 4], [6, 5], [-1, 1], [-1, 0], [7, 7]], dtype=dtype),
+        topk_ids=torch.tensor(
+            [[0, 1], [2, 7], [3, 4], [6, 5], [-1, 1], [-1, 0], [7, 7]], dtype=dtype
+        ),
         x=torch.randn(7, H),
         topk_weights=torch.rand(7, 2),
         expert_map=torch.tensor([-1, 2, -1, -1, -1, 0, -1, 1], dtype=torch.int32),
@@ -169,9 +171,7 @@ def test_expert_map_with_holes(implementation: Callable[..., Tensor], dtype: tor
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_router_weight_on_input(
-    implementation: Callable[..., Tensor], dtype: torch.dtype
-) -> None:
+def test_router_weight_on_input(implementation: Callable[..., Tensor], dtype: torch.dtype) -> None:
     p = problem(top_k=1, dtype=dtype)
     p.topk_ids[3] = -1
     y = check(implementation, p.but(apply_router_weight_on_input=True))
@@ -229,6 +229,28 @@ def test_a_skipped_slot_sends_no_gradient_whatever_it_holds() -> None:
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_projections_round_before_the_end(
+    implementation: Callable[..., Tensor], dtype: torch.dtype
+) -> None:
+    # One column everywhere, so that each step's rounding can be written down.
+    num_tokens, num_experts, top_k = 33, 7, 4
+    p = problem(num_tokens, num_experts, top_k).but(
+        x=torch.ones(num_tokens, 1, dtype=dtype),
+        w13=torch.randn(num_experts, 1, 1).to(dtype),
+        w2=torch.randn(num_experts, 1, 1).to(dtype),
+        w13_bias=torch.randn(num_experts, 1).to(dtype),
+        w2_bias=torch.randn(num_experts, 1).to(dtype),
+        activation="relu2_no_mul",
+    )
+    w13, w2, b13, b2 = (t.double().flatten() for t in (p.w13, p.w2, p.w13_bias, p.w2_bias))
+    a = (w13 + b13).relu().square().to(dtype).double()
+    out = (w2 * a).to(dtype).double() + b2
+    y = (p.topk_weights.double() * out[p.topk_ids.long()]).sum(1).to(dtype)
+    assert torch.equal(implementation(*p.arguments()).flatten(), y)
+
+
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_runs_give_the_same_bits(
     implementation: Callable[..., Tensor], dtype: torch.dtype
@@ -255,8 +277,14 @@ BAD_SHAPES = {
     "ids of other tokens": (dict(topk_ids=(8, 2)), r"topk_ids .* x \(9, 7\); got \(8, 2\)"),
     "ids of one dimension": (dict(topk_ids=(9,)), r"topk_ids .* x \(9, 7\); got \(9,\)"),
     "w13_bias": (dict(w13_bias=(5, 9)), r"w13_bias must be \(5, 10\); got \(5, 9\)"),
-    "w13_bias that broadcasts": (dict(w13_bias=(5, 1)), r"w13_bias must be \(5, 10\); got \(5, 1\)"),
-    "w2_bias of too many experts": (dict(w2_bias=(6, 7)), r"w2_bias must be \(5, 7\); got \(6, 7\)"),
+    "w13_bias that broadcasts": (
+        dict(w13_bias=(5, 1)),
+        r"w13_bias must be \(5, 10\); got \(5, 1\)",
+    ),
+    "w2_bias of too many experts": (
+        dict(w2_bias=(6, 7)),
+        r"w2_bias must be \(5, 7\); got \(6, 7\)",
+    ),
     "expert_map": (dict(expert_map=(5, 1)), r"expert_map must be \[P\], got \(5, 1\)"),
 }
 
@@ -452,7 +480,9 @@ def test_the_reference_exports_with_any_number_of_tokens() -> None:
         {0: num_tokens} if field.name in ("x", "topk_weights", "topk_ids") else None
         for field in dataclasses.fields(Problem)
     )
-    program = torch.export.export(_Reference(), p.arguments(), dynamic_shapes={"arguments": dynamic})
+    program = torch.export.export(
+        _Reference(), p.arguments(), dynamic_shapes={"arguments": dynamic}
+    )
     targets = {str(node.target) for node in program.graph.nodes}
     assert "cmoe.grouped_mm.default" in targets
     for tokens in (2, 9, 33):

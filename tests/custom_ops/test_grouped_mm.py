@@ -62,7 +62,10 @@ def test_rows_of_no_expert_are_zero_whatever_they_hold() -> None:
 @CASES
 def test_views_give_the_same(counts: str) -> None:
     x, weight, offsets = operands(counts)
-    x_view, weight_view = x.t().contiguous().t(), weight.transpose(1, 2).contiguous().transpose(1, 2)
+    x_view, weight_view = (
+        x.t().contiguous().t(),
+        weight.transpose(1, 2).contiguous().transpose(1, 2),
+    )
     torch.testing.assert_close(
         grouped_mm(x_view, weight_view, offsets), grouped_mm(x, weight, offsets)
     )

@@ -47,7 +47,7 @@ def call(
 
 
 def check(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
-    """Runs the op with the reference; both must give the oracle's ids, its weights up to rounding."""
+    """Runs op with reference; both must give the oracle's ids, its weights up to rounding."""
     weights, ids = call(logits, top_k, **options)
     exact_weights, exact_ids = naive_route(logits, top_k, **options)
     assert torch.equal(ids.long(), exact_ids)
@@ -134,7 +134,9 @@ def test_float64_stays_exact() -> None:
 def test_bfloat16_logits_are_routed_in_float32() -> None:
     logits = torch.randn(33, 128).bfloat16()
     for options in ({}, dict(softmax_after_topk=True), dict(scoring_func="sigmoid")):
-        for narrow, wide in zip(call(logits, 8, **options), call(logits.float(), 8, **options)):
+        for narrow, wide in zip(
+            call(logits, 8, **options), call(logits.float(), 8, **options), strict=True
+        ):
             assert torch.equal(narrow, wide)
 
 
@@ -168,7 +170,7 @@ def test_a_row_of_equals_takes_the_first(formula: str) -> None:
 @pytest.mark.parametrize("num_experts", [8, 384])
 def test_ties_at_the_cut_go_to_the_lower_id(dtype: torch.dtype, num_experts: int) -> None:
     # Few distinct values, so that nearly every cut lies inside a run of equals.
-    logits = torch.randint(-3, 4, (257, num_experts)).to(dtype) / 4
+    logits = torch.randint(-3, 4, (65, num_experts)).to(dtype) / 4
     _, ids = check(logits, 5)
     by_hand = logits.float().argsort(dim=1, descending=True, stable=True)[:, :5]
     assert torch.equal(ids.long(), by_hand)
@@ -248,7 +250,6 @@ def test_a_group_is_marked_by_its_best_two_with_a_bias_else_by_its_best() -> Non
 def test_groups_of_one_expert(bias: Tensor | None) -> None:
     options = dict(num_expert_group=6, topk_group=3, bias=bias)
     _, ids = check(torch.randn(9, 6), 2, **options)
-    assert torch.equal(ids, call(torch.randn(0, 6), 2)[1].new_tensor(ids.tolist()))
     assert all(len(set(row)) == 2 for row in ids.tolist())
 
 
@@ -271,7 +272,7 @@ FINITE_CHOICES = {3: [3, 2], 4: [0, 1], 5: [3, 1], 6: [0, 3]}
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [None, torch.zeros(8)])
-@pytest.mark.parametrize("groups", [dict(), dict(num_expert_group=4, topk_group=2)])
+@pytest.mark.parametrize("groups", [{}, dict(num_expert_group=4, topk_group=2)])
 @pytest.mark.parametrize("scoring_func", SCORING_FUNCTIONS)
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_rows_that_are_not_finite(
@@ -444,13 +445,13 @@ def test_strided_logits(kind: str) -> None:
 
 @pytest.mark.parametrize("formula", [*FORMULAS, *BIASED])
 def test_gradcheck(formula: str) -> None:
-    logits = torch.randn(3, NUM_EXPERTS, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(2, NUM_EXPERTS, dtype=torch.float64, requires_grad=True)
     options = options_of(formula)
 
     def weights(logits: Tensor) -> Tensor:
         return call(logits, 5, **options, function=route_reference)[0]
 
-    assert torch.autograd.gradcheck(weights, logits)
+    assert torch.autograd.gradcheck(weights, logits, fast_mode=True)
 
 
 @pytest.mark.parametrize("scoring_func", SCORING_FUNCTIONS)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from cmoe.custom_ops.backends import Backend, LayerSpec, list_backends, select_kernels
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def cmoe_experts_forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The forward of an experts module, the sum over each token's experts [T, H].
 
@@ -71,7 +71,7 @@ def cmoe_experts_forward(
     return y.to(hidden_states.dtype)
 
 
-def _weights(experts: nn.Module) -> ExpertWeights:
+def _weights(experts: Any) -> ExpertWeights:
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     w13, w2 = getattr(experts, name), experts.down_proj
     if not (w13.dtype.is_floating_point and w2.dtype.is_floating_point) or w13.element_size() == 1:
@@ -128,9 +128,7 @@ _compiled = differentiable(
 )
 
 
-def _staged(
-    experts: nn.Module, weights: ExpertWeights, x: Tensor, ids: Tensor, scores: Tensor
-) -> Tensor:
+def _staged(experts: Any, weights: ExpertWeights, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
     """As `fused_experts`, stage by stage, with the module's own activation, norm."""
     num_experts, (num_tokens, top_k) = weights.w2.shape[0], ids.shape
     flat = ids.reshape(-1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.activations import ACT2CLS
 from transformers.integrations.moe import _default_apply_gate
 
@@ -77,7 +77,7 @@ GATES: Mapping[str, Gate] = {
 """The classes of transformers with an `_apply_gate` that `fused_experts` can compute."""
 
 
-def fused_form(experts: nn.Module) -> FusedForm | str:
+def fused_form(experts: Any) -> FusedForm | str:
     """What `fused_experts` is to compute in place of the module, or why it cannot.
 
     experts: a module of transformers' experts interface. Ordinary traceable Python, so that a
@@ -102,7 +102,7 @@ def _activation(act_fn: Callable[[Tensor], Tensor]) -> str | None:
     return "silu" if act_fn is F.silu else _ACT_FNS.get(type(act_fn))
 
 
-def _gate_of(experts: nn.Module) -> Gate | None:
+def _gate_of(experts: Any) -> Gate | None:
     """The row for the gate that a call of the module would run."""
     if "_apply_gate" in experts.__dict__:
         return None

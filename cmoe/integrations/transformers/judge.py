@@ -26,7 +26,7 @@ class Block(NamedTuple):
     """A sparse block in a model."""
 
     path: str
-    module: nn.Module
+    module: Any
     family: Family
     hf_config: Any  # of the innermost PreTrainedModel around the block
 
@@ -85,7 +85,7 @@ def _faults_of_weights(block: Block, config: MoEConfig, shared: frozenset[int]) 
             f"not {', '.join(shapes)} (quantised?)"
         )
         return
-    tensors = {name: experts._parameters.get(name) for name in shapes}
+    tensors = {name: getattr(experts, name) for name in shapes}
     for name, tensor in tensors.items():
         if type(tensor) is not nn.Parameter or not _is_plain_float(tensor):
             yield f"{name} is a {type(tensor).__name__} of {tensor.dtype}, no plain float parameter"
@@ -120,19 +120,15 @@ def _faults_of_gate(block: Block, config: MoEConfig) -> Iterator[str]:
 
 def expected_shapes(family: Family, config: MoEConfig) -> dict[str, tuple[int, ...]]:
     """The experts' parameters in transformers, by its names."""
-    num_experts, hidden, intermediate = (
-        config.num_experts,
-        config.hidden_size,
-        config.intermediate_size,
-    )
-    w13: tuple[int, ...] = (num_experts, 2 * intermediate, hidden)
-    w2: tuple[int, ...] = (num_experts, hidden, intermediate)
-    if family.transposed:
-        w13, w2 = (w13[0], w13[2], w13[1]), (w2[0], w2[2], w2[1])
-    shapes = {"gate_up_proj": w13, "down_proj": w2}
-    if config.has_bias:
-        shapes["gate_up_proj_bias"] = (num_experts, 2 * intermediate)
-        shapes["down_proj_bias"] = (num_experts, hidden)
+    num_experts, hidden = config.num_experts, config.hidden_size
+    rows_of = {"gate_up_proj": 2 * config.intermediate_size, "down_proj": hidden}
+    columns_of = {"gate_up_proj": hidden, "down_proj": config.intermediate_size}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rows in rows_of.items():
+        matrix = (rows, columns_of[name])
+        shapes[name] = (num_experts, *(reversed(matrix) if family.transposed else matrix))
+        if config.has_bias:
+            shapes[f"{name}_bias"] = (num_experts, rows)
     return shapes
 
 

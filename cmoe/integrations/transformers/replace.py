@@ -51,8 +51,9 @@ def replace_moe(model: nn.Module) -> ReplaceReport:
     of the experts' weights, the router's parameters, the shared experts: nothing is copied. Where a
     family alternates gate with up rows, these are put in order in place. Build optimisers and
     adapters after this call, which gives some parameters other objects and names.
-    `output_router_logits` works as before, unless blocks are compiled one
-    by one. `state_dict` goes with `load_state_dict` of a replaced model; `save_pretrained` refuses.
+    `output_router_logits` works as before, unless blocks are
+    compiled one by one. `state_dict` goes with `load_state_dict` of a replaced model, while
+    `save_pretrained` refuses.
     UnsupportedError, before any change, for a model without a block of the table, for blocks that
     are quantised, shared, hooked, on the meta device or otherwise not what their row says.
     """

@@ -32,5 +32,4 @@ def put_gate_before_up(experts: Tensor, dim: int) -> None:
     """g0, u0, g1, u1, ... along dim becomes g0, g1, ..., u0, u1, ... in place, expert by expert."""
     for expert in experts:
         pairs = expert.unflatten(dim, (-1, 2))
-        inner = pairs.dim() - 1 if dim == -1 else pairs.dim() + dim
-        expert.copy_(torch.cat([pairs.select(inner, 0), pairs.select(inner, 1)], dim))
+        expert.copy_(torch.cat([pairs.select(dim, 0), pairs.select(dim, 1)], dim))

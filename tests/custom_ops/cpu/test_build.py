@@ -48,7 +48,7 @@ def test_a_compiler_that_fails_is_quoted(unloaded: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CXX", str(compiler))
     (reason,) = BACKEND.refuses(SPEC)
     assert reason.endswith("broken++ failed: fatal error: no space left")
-    assert [path for path in unloaded.rglob("*.so")] == []
+    assert list(unloaded.rglob("*.so")) == []
 
 
 def test_a_cache_that_cannot_be_written_is_a_reason(
@@ -98,6 +98,7 @@ def test_two_processes_may_build_at_once(tmp_path: Path, cpu_kernels: Kernels) -
     """Both end with working kernels, in one folder with one library, nothing left beside it."""
     program = (
         "from cmoe.custom_ops.cpu import build\n"
+        "build._KERNEL_SETS = {}\n"  # the generic one alone: faster to compile
         "import torch\n"
         "assert build.load() is None, build.load()\n"
         "print(torch.ops.cmoe_cpu.kernel_sets()[-1])\n"

@@ -127,8 +127,12 @@ def test_random_shapes(kernel_set: str, seed: int) -> None:
 @pytest.mark.parametrize("layout", ["columns", "rows"])
 @pytest.mark.parametrize(("H", "I"), [(2100, 40), (40, 2100), (4097, 17)])
 def test_several_blocks_of_k(
-    kernel_set: str, H: int, I: int, layout: str, dtype: torch.dtype
-) -> None:  # noqa: E741
+    kernel_set: str,
+    H: int,
+    I: int,  # noqa: E741
+    layout: str,
+    dtype: torch.dtype,
+) -> None:
     check(call(5, 3, 2, H, I, dtype=dtype, layout=layout))
 
 
@@ -160,7 +164,8 @@ def test_activations_at_the_ends_of_the_range(kernel_set: str, activation: str) 
     for limit in (None, 7.0):
         y, exact = c.but(limit=limit).run(), naive_experts(*c.but(limit=limit).arguments())
         # A few rounding steps of the exponential, the quotient, the product.
-        torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(y[:-1].double(), exact[:-1], rtol=1e-6, atol=1e-6)
+        assert y[-1].isnan()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,7 +173,7 @@ def test_activations_at_the_ends_of_the_range(kernel_set: str, activation: str) 
 def test_a_token_is_the_same_in_every_batch(
     kernel_set: str, layout: str, dtype: torch.dtype
 ) -> None:
-    """To the bit: through tiles of one to four rows, widened panels, several blocks of rows and K."""
+    """To the bit: tiles of one to four rows, widened panels, several blocks of rows, of K."""
     E, K, H, I = 3, 2, 2100, 70  # noqa: E741
     c = call(257, E, K, H, I, dtype=dtype, bias=True, layout=layout)
     whole = c.run()

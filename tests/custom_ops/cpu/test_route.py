@@ -76,7 +76,9 @@ def test_random_routers(seed: int) -> None:
         ),
         choose.randint(1, topk_group * E // groups),
         # Few bits, so that float32 and float64 agree on every sum.
-        bias=(torch.randn(E) * 64).round() / 64 if choose.random() < 0.5 else None,
+        bias=None
+        if softmax_after_topk or choose.random() < 0.5
+        else (torch.randn(E) * 64).round() / 64,
         scoring_func=choose.choice(SCORING_FUNCTIONS),
         softmax_after_topk=softmax_after_topk,
         renormalize=not softmax_after_topk and choose.random() < 0.5,

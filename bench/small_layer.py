@@ -1,0 +1,170 @@
+"""What a layer costs beyond its kernels: whole layers so small that the call around them shows.
+
+L layers, T tokens, E experts, K experts per token, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bench.progress import Progress
+from bench.record import Cell
+from bench.shapes import DTYPES, SHAPES, Shape
+from bench.stacks import LAYERS, Empty, stack
+from bench.tables import table
+from bench.timing import NoFlush, median, time_calls
+
+NUM_LAYERS = 16
+CALLS_PER_TURN = 100
+TURNS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One thing to time: `layers` of them make one call."""
+
+    impl: str
+    part: str
+    layers: int
+    make: Callable[[], Callable[[Tensor], Tensor]]
+    mode: str = "compile"
+
+
+def _compiled(make: Callable[[], nn.Module]) -> Callable[[], Callable[[Tensor], Tensor]]:
+    return lambda: torch.compile(make())
+
+
+def subjects(shape: Shape, dtype: str) -> list[Subject]:
+    """A stack and a layer alone of each maker, cmoe's kernels without a layer, an empty module."""
+    found = [
+        Subject(impl="torch:empty module", part="layer", layers=1, make=_compiled(Empty)),
+        Subject(
+            impl="cmoe:bare kernels",
+            part=f"stack of {NUM_LAYERS}",
+            layers=NUM_LAYERS,
+            make=lambda: bare_kernels(shape, dtype),
+            mode="eager",
+        ),
+    ]
+    for impl in LAYERS:
+        for part, layers in ((f"stack of {NUM_LAYERS}", NUM_LAYERS), ("layer", 1)):
+            make = _compiled(lambda impl=impl, layers=layers: stack(impl, shape, dtype, layers))
+            found.append(Subject(impl=impl, part=part, layers=layers, make=make))
+    return found
+
+
+def bare_kernels(shape: Shape, dtype: str) -> Callable[[Tensor], Tensor]:
+    """Gate product, route, fused_experts of each layer called one after the other, nothing else."""
+    made = stack("cmoe", shape, dtype, NUM_LAYERS)
+    calls = []
+    for layer in made.layers:
+        # forward_impl is what the layer's op runs: routing, experts.
+        calls.append((layer.gate, layer.router, layer.routed_experts))
+
+    from cmoe import RouterInputs
+
+    def run(x: Tensor) -> Tensor:
+        out = x
+        for gate, router, experts in calls:
+            out = experts(x, router(RouterInputs(x, gate(x), None, None, None)))
+        return out
+
+    return run
+
+
+def measure(
+    shape: Shape | None = None,
+    dtype: str = "bf16",
+    *,
+    progress: Progress | None = None,
+    turns: int = TURNS,
+    chosen: Sequence[Subject] | None = None,
+) -> list[Cell]:
+    """Times every subject in turn at T = 1, caches warm: one token's pass goes through such layers
+    back to back. A turn's value is the mean of its calls, since one call is near the clock's step.
+    """
+    shape = shape or SHAPES["small"]
+    todo = list(subjects(shape, dtype) if chosen is None else chosen)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, shape.hidden_size, generator=generator).to(DTYPES[dtype])
+    ready: list[tuple[Subject, Callable[[Tensor], Tensor] | None, str | None]] = []
+    for subject in todo:
+        if progress is not None:
+            progress.note(f"compiling {subject.impl} {subject.part}")
+        ready.append((subject, *_warm(subject, x)))
+    samples: list[list[float]] = [[] for _ in ready]
+    for turn in range(turns):
+        for index in range(len(ready)):
+            place = (index + turn) % len(ready)
+            function = ready[place][1]
+            if function is not None:
+                times = time_calls(_repeated(function, x), [()], flush=NoFlush())
+                samples[place].append(times[0] / CALLS_PER_TURN)
+    return [
+        _cell(shape, dtype, subject, error, taken)
+        for (subject, _, error), taken in zip(ready, samples, strict=True)
+    ]
+
+
+def _warm(subject: Subject, x: Tensor) -> tuple[Callable[[Tensor], Tensor] | None, str | None]:
+    try:
+        function = subject.make()
+        for _ in range(20):
+            function(x)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+    return function, None
+
+
+def _repeated(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(CALLS_PER_TURN):
+            function(x)
+
+    return run
+
+
+def _cell(
+    shape: Shape, dtype: str, subject: Subject, error: str | None, taken: list[float]
+) -> Cell:
+    common = {
+        "shape": shape.name,
+        "tokens": 1,
+        "dtype": dtype,
+        "impl": subject.impl,
+        "mode": subject.mode,
+        "part": subject.part,
+    }
+    if error is not None or not taken:
+        return Cell(**common, error=error or "not timed")
+    return Cell(
+        **common,
+        ms_median=median(taken),
+        ms_min=min(taken),
+        ms_samples=tuple(taken),
+        runs=len(taken) * CALLS_PER_TURN,
+        extra={"us_per_layer": median(taken) * 1e3 / subject.layers},
+    )
+
+
+def text(cells: Sequence[Cell]) -> str:
+    """Microseconds a layer."""
+    rows = []
+    for cell in cells:
+        us = cell.extra.get("us_per_layer")
+        least = None if cell.ms_min is None or not cell.ms_median else cell.ms_min / cell.ms_median
+        rows.append(
+            [
+                cell.impl,
+                cell.mode,
+                cell.part,
+                "-" if us is None else f"{us:.1f}",
+                "-" if us is None or least is None else f"{us * least:.1f}",
+                cell.error or "",
+            ]
+        )
+    return table(["impl", "mode", "what", "us a layer", "least", ""], rows)

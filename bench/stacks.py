@@ -1,0 +1,111 @@
+"""Stacks of whole MoE layers, gate included: cmoe's, those of transformers.
+
+E experts, K experts per token, H hidden, I intermediate, L layers, T tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from bench.shapes import DTYPES, Shape
+
+_names = itertools.count()
+
+
+class Stack(nn.Module):
+    """L layers in a row, each added to its input."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, H] -> [T, H]."""
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Empty(nn.Module):
+    """As little as a module can do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, H] -> [T, H]."""
+        return x + 1
+
+
+def _fill(module: nn.Module, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return module.eval()
+
+
+def cmoe_layer(shape: Shape, dtype: str, seed: int) -> nn.Module:
+    """A FusedMoE that owns its gate."""
+    import cmoe
+
+    config = cmoe.MoEConfig(
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        params_dtype=DTYPES[dtype],
+    )
+    gate = cmoe.GateLinear(shape.hidden_size, shape.num_experts, dtype=DTYPES[dtype])
+    return _fill(cmoe.FusedMoE(config, f"bench.layers.{next(_names)}.mlp", gate=gate), seed)
+
+
+class _TwoDimensional(nn.Module):
+    """A transformers block, which wants [batch, T, H]."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, H] -> [T, H]."""
+        out: Tensor = self.block(x[None])[0]
+        return out
+
+
+def transformers_layer(implementation: str) -> Callable[[Shape, str, int], nn.Module]:
+    """Makes Qwen3MoeSparseMoeBlock under one `experts_implementation`."""
+
+    def layer(shape: Shape, dtype: str, seed: int) -> nn.Module:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        config = Qwen3MoeConfig(
+            num_experts=shape.num_experts,
+            num_experts_per_tok=shape.top_k,
+            hidden_size=shape.hidden_size,
+            moe_intermediate_size=shape.intermediate_size,
+            norm_topk_prob=True,
+        )
+        config._experts_implementation = implementation
+        block = Qwen3MoeSparseMoeBlock(config).to(DTYPES[dtype])
+        return _fill(_TwoDimensional(block), seed)
+
+    return layer
+
+
+LAYERS: dict[str, Callable[[Shape, str, int], nn.Module]] = {
+    "cmoe": cmoe_layer,
+    "transformers:eager": transformers_layer("eager"),
+    "transformers:batched_mm": transformers_layer("batched_mm"),
+    "transformers:grouped_mm": transformers_layer("grouped_mm"),
+}
+"""Whole layers by the name of who makes them."""
+
+
+def stack(impl: str, shape: Shape, dtype: str, num_layers: int) -> Stack:
+    """L layers with weights of their own. Raises ValueError for an unknown maker."""
+    if impl not in LAYERS:
+        raise ValueError(f"unknown layer {impl!r}; choose one of {', '.join(LAYERS)}")
+    return Stack([LAYERS[impl](shape, dtype, seed) for seed in range(num_layers)])
