@@ -18,7 +18,7 @@ _COMMANDS = (command_run, command_compare, command_cudagraph, command_compile, c
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status: 0 done, 1 a slowdown was found, 2 a mistake in the call."""
+    """Runs one command. 0: done, 1: a slowdown was found, 2: a mistake in the call."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for command in _COMMANDS:

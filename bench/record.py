@@ -20,7 +20,7 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One implementation on one problem. Times in milliseconds; `error` set where none were taken."""
+    """One implementation on one problem: its times, or an error where none were taken."""
 
     shape: str
     tokens: int

@@ -5,6 +5,7 @@ L layers, T tokens, E experts, K experts per token, H hidden, I intermediate.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -112,9 +113,11 @@ def measure(
 
 def _warm(subject: Subject, x: Tensor) -> tuple[Callable[[Tensor], Tensor] | None, str | None]:
     try:
-        function = subject.make()
-        for _ in range(20):
-            function(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            function = subject.make()
+            for _ in range(20):
+                function(x)
     except Exception as error:
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
     return function, None

@@ -82,7 +82,7 @@ def confirm(first: Verdict, second: Verdict) -> Verdict:
 
 
 def with_control(cell: Verdict, control: Verdict | None) -> Verdict:
-    """The cell's verdict, withdrawn where the control, which did not change, differs the same way."""
+    """The cell's verdict, withdrawn where the control differs the same way: it did not change."""
     changed = (Outcome.SLOWER, Outcome.FASTER)
     if control is None or cell.outcome not in changed or control.outcome != cell.outcome:
         return cell

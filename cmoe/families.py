@@ -34,7 +34,7 @@ class Family:
     transposed, interleaved: the layout of the fused expert weights, as transformers keeps them.
     returns_router_scores: the block returns (hidden_states, scores) instead of hidden_states.
     renames: parts of tensor names, (in checkpoints, in the model), where they differ.
-    holds_when: attributes of the config with the value under which the block does what the row says.
+    holds_when: attributes of the config, each with the value under which the row is true.
     """
 
     model_type: str

@@ -34,9 +34,11 @@ def _own(y: Tensor, like: Tensor, *inputs: Tensor) -> Tensor:
             f"{like.dtype} {tuple(like.shape)}"
         )
     storage = y.untyped_storage().data_ptr()
-    if any(storage == x.untyped_storage().data_ptr() for x in (like, *inputs)):
+    aliases = any(storage == x.untyped_storage().data_ptr() for x in (like, *inputs))
+    # `contiguous` would keep odd strides of one token or none.
+    if aliases or y.stride() != (y.shape[1], 1):
         return y.clone(memory_format=torch.contiguous_format)
-    return y.contiguous()
+    return y
 
 
 def _promise(like: Tensor, layer: Tensor | str) -> Tensor:

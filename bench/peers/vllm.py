@@ -86,7 +86,7 @@ def _interleave(tensor: Tensor | None) -> Tensor | None:
 
 
 class FusedExpertsCpu(Peer):
-    """`fused_experts_cpu` in bf16: vLLM asks for AMX before it selects it, the operator does not."""
+    """`fused_experts_cpu` in bf16: the operator runs without AMX, which vLLM asks of it."""
 
     impl = "vllm:fused_experts_cpu"
 

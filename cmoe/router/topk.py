@@ -72,7 +72,7 @@ class TopKRouter(FusedMoERouter):
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias
         if before is not None and after is not None and after.dtype != torch.float32:
-            self.e_score_correction_bias = before.to(after.device)
+            self.e_score_correction_bias = before.to(after.device, torch.float32)
         return self
 
     def __getstate__(self) -> dict[str, Any]:

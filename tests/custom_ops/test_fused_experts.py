@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from cmoe.activation import ACTIVATIONS
 from cmoe.custom_ops.fused_experts import fused_experts, fused_experts_reference
-from tests.oracle import GATED, assert_within_budget, naive_experts
+from tests.oracle import GATED, assert_within_budget, naive_activation, naive_experts
 
 H, I = 7, 5  # noqa: E741 - the names of the shape vocabulary
 IMPLEMENTATIONS = pytest.mark.parametrize(
@@ -230,22 +230,24 @@ def test_a_skipped_slot_sends_no_gradient_whatever_it_holds() -> None:
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
 def test_only_projections_round_before_the_end(
-    implementation: Callable[..., Tensor], dtype: torch.dtype
+    implementation: Callable[..., Tensor], dtype: torch.dtype, bias: bool
 ) -> None:
     # One column everywhere, so that each step's rounding can be written down.
     num_tokens, num_experts, top_k = 33, 7, 4
+    w13, b13 = (torch.randn(num_experts, 2).to(dtype) for _ in range(2))
+    w2, b2 = (torch.randn(num_experts, 1).to(dtype) for _ in range(2))
     p = problem(num_tokens, num_experts, top_k).but(
         x=torch.ones(num_tokens, 1, dtype=dtype),
-        w13=torch.randn(num_experts, 1, 1).to(dtype),
-        w2=torch.randn(num_experts, 1, 1).to(dtype),
-        w13_bias=torch.randn(num_experts, 1).to(dtype),
-        w2_bias=torch.randn(num_experts, 1).to(dtype),
-        activation="relu2_no_mul",
+        w13=w13[..., None],
+        w2=w2[..., None],
+        w13_bias=b13 if bias else None,
+        w2_bias=b2 if bias else None,
     )
-    w13, w2, b13, b2 = (t.double().flatten() for t in (p.w13, p.w2, p.w13_bias, p.w2_bias))
-    a = (w13 + b13).relu().square().to(dtype).double()
-    out = (w2 * a).to(dtype).double() + b2
+    h = w13.double() + b13.double() * bias
+    a = naive_activation(h[:, 0], h[:, 1], "silu", 1.0, None).to(dtype)
+    out = (w2[:, 0].double() * a.double()).to(dtype).double() + b2[:, 0].double() * bias
     y = (p.topk_weights.double() * out[p.topk_ids.long()]).sum(1).to(dtype)
     assert torch.equal(implementation(*p.arguments()).flatten(), y)
 
