@@ -6,12 +6,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test bench check check-asan format clean
 
 help:
 	@echo 'make demo [MODEL=FOLDER]  run a MoE checkpoint through cmoe, compared with transformers'
 	@echo 'make test                 the tests'
+	@echo 'make bench                the layer beside its peers, the quick form'
 	@echo 'make check                lint, format, types, house rules'
+	@echo 'make check-asan           the CPU kernels under the address and thread sanitizers'
 	@echo 'make format               let ruff sort imports, lay out the code'
 	@echo 'make clean                remove .venv with what builds leave behind'
 
@@ -21,11 +23,17 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/pytest
 
+bench: $(INSTALLED)
+	$(BIN)/python -m bench run quick
+
 check: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_house_rules.py
+
+check-asan: $(INSTALLED)
+	$(BIN)/pytest tests/custom_ops/cpu/test_sanitizers.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix --select I

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -142,33 +143,33 @@ def warm_up(arm: Arm, case: Case, effort: Effort, reference: Reference) -> Measu
 
 def cell_of(m: Measurement, group: Group, draws: Sequence[Draw]) -> Cell:
     """The cell that a finished measurement makes, its floors still open."""
-    common = {
-        "shape": group.shape.name,
-        "tokens": group.tokens,
-        "dtype": group.dtype,
-        "routing": group.routing,
-        "impl": m.started.impl,
-        "mode": m.arm.mode,
-        "relative_error": m.relative_error,
-    }
+    empty = Cell(
+        shape=group.shape.name,
+        tokens=group.tokens,
+        dtype=group.dtype,
+        routing=group.routing,
+        impl=m.started.impl,
+        mode=m.arm.mode,
+        relative_error=m.relative_error,
+        error=m.error or "not timed",
+    )
     if m.error is not None or not m.samples:
-        return Cell(**common, error=m.error or "not timed")
+        return empty
     timed = [draws[index % NUM_DRAWS] for index in range(min(len(m.samples), NUM_DRAWS))]
     works = [work_of(group.shape, group.dtype, draw.topk_ids) for draw in timed]
     typical = sorted(works, key=lambda work: work.active_experts)[len(works) // 2]
-    if m.started.impl == CONTROL:
-        work = {}
-    else:
-        work = vars(typical)
-    return Cell(
-        **common,
-        **work,
+    done = dataclasses.replace(
+        empty,
+        error=None,
         ms_median=median(m.samples),
         ms_min=min(m.samples),
         ms_samples=tuple(round(ms, 6) for ms in m.samples),
         runs=len(m.samples),
         first_call_ms=m.started.first_call_ms,
     )
+    if m.started.impl == CONTROL:
+        return done
+    return dataclasses.replace(done, **vars(typical))
 
 
 def layouts_of(suite: Suite, shape: Shape, remote_pythons: dict[str, str]) -> int:

@@ -5,6 +5,7 @@ L layers, T tokens, E experts, K experts per token, H hidden, I intermediate.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -134,18 +135,20 @@ def _repeated(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], N
 def _cell(
     shape: Shape, dtype: str, subject: Subject, error: str | None, taken: list[float]
 ) -> Cell:
-    common = {
-        "shape": shape.name,
-        "tokens": 1,
-        "dtype": dtype,
-        "impl": subject.impl,
-        "mode": subject.mode,
-        "part": subject.part,
-    }
+    empty = Cell(
+        shape=shape.name,
+        tokens=1,
+        dtype=dtype,
+        impl=subject.impl,
+        mode=subject.mode,
+        part=subject.part,
+        error=error or "not timed",
+    )
     if error is not None or not taken:
-        return Cell(**common, error=error or "not timed")
-    return Cell(
-        **common,
+        return empty
+    return dataclasses.replace(
+        empty,
+        error=None,
         ms_median=median(taken),
         ms_min=min(taken),
         ms_samples=tuple(taken),

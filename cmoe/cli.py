@@ -11,7 +11,8 @@ from typing import NoReturn
 import torch
 
 from cmoe.demo.client import WorkerError
-from cmoe.demo.run import DemoOptions, run_demo
+from cmoe.demo.options import DemoOptions
+from cmoe.demo.run import run_demo
 from cmoe.errors import UnsupportedError
 from cmoe.machine import describe
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_demo(_demo_options(options), sys.stdout, sys.stderr)
     except (ValueError, OSError, UnsupportedError, WorkerError) as error:
         line = " ".join(str(error).split())
-        print(f"\ncmoe {options.command}: {line}", file=sys.stderr)
+        print(f"cmoe {options.command}: {line}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return 130

@@ -368,7 +368,7 @@ def classes_are_not_told_by_name(module: Module) -> Iterator[Break]:
     if not module.in_package or within(module.name, "cmoe.integrations"):
         return
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Compare) and "__name__" in ast.unparse(node):
+        if isinstance(node, ast.Compare) and ".__name__" in ast.unparse(node):
             yield node.lineno, "compares the name of a class"
 
 

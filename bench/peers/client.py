@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -81,13 +82,16 @@ class ArmServer:
 
     def stop(self) -> None:
         """Ends the process."""
-        if self._process.stdin is not None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        # A process that has ended already takes no last line.
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
 
 class RemoteArm:

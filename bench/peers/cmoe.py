@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from bench.inputs import Case, Weights
 from bench.peers.base import Loaded, Peer, plain_arguments
 from bench.shapes import DTYPES, Shape
 from bench.verify import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
+
+if TYPE_CHECKING:
+    from cmoe.custom_ops.backends import LayerSpec
 
 
 class CmoeExperts(Peer):

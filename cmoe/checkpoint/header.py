@@ -1,8 +1,8 @@
 """The header of one safetensors file, judged whole before any tensor is read.
 
-A file is 8 bytes of header length (little endian), a JSON header, the tensors' bytes. The safetensors
-library reads the same header but tells neither where a tensor lies, which is needed to map single
-tensors, nor, in words for a user, what is wrong with a damaged file.
+A file is 8 bytes of header length (little endian), a JSON header, the tensors' bytes. The
+safetensors library reads the same header, but does not tell where a tensor lies, which is needed to
+map single tensors, nor, in words for a user, what is wrong with a damaged file.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ class _Homes:
             tuple(self._homeless),
             self._unwritten_places(),
         )
-        return LoadReport(*(tuple(itertools.chain(*field)) for field in zip(own, *reports)))
+        fields = zip(own, *reports, strict=True)
+        return LoadReport(*(tuple(itertools.chain(*field)) for field in fields))
 
     def write(self) -> None:
         """Copies every tensor to its home."""

@@ -1,1 +1,1 @@
-"""`cmoe demo`: a checkpoint run by transformers, then by cmoe, checked against each other, timed."""
+"""`cmoe demo`: one checkpoint run by transformers, then by cmoe, checked, timed."""

@@ -20,7 +20,11 @@ class Progress:
         """Announces a step, then says how long it took."""
         begin = time.monotonic()
         self._write(f"[{begin - self._start:3.0f} s] {what} ...")
-        yield
+        try:
+            yield
+        except BaseException:
+            self._write("\n")
+            raise
         self._write(f" {time.monotonic() - begin:.1f} s\n")
 
     def note(self, line: str) -> None:

@@ -1,208 +1,27 @@
-"""The demo from beginning to end."""
+"""The demo from the options to the exit code."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import importlib.util
-import statistics
+import math
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
-
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from typing import TextIO
 
 from cmoe.checkpoint.folder import Checkpoint, open_checkpoint
 from cmoe.checkpoint.load import family_in
-from cmoe.demo.client import Worker
+from cmoe.demo.measurement import Measurement
 from cmoe.demo.memory import available_bytes
+from cmoe.demo.options import DemoOptions
 from cmoe.demo.progress import Progress
-from cmoe.demo.seeded import SeededSizes, write_seeded_checkpoint
-from cmoe.demo.table import Row, render
-from cmoe.demo.verdict import LogitsError, Verdict, check_rounding, check_tokens
+from cmoe.demo.seeded import write_seeded_checkpoint
 
-_ROUNDS = 5
 _PROCESS_BYTES = 1_000_000_000
 """What a process takes for torch with transformers, beside the weights."""
 
 
 class DemoError(ValueError):
     """The demo cannot run as it was asked to."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DemoOptions:
-    """model: a checkpoint's folder; None: a seeded one is written, to `keep` or for this run only.
-
-    num_tokens, num_prompt_tokens: generated, read. dtype: of the timed run; the tokens are checked
-    in float32 in any case. sizes: of the seeded model.
-    """
-
-    model: Path | None = None
-    keep: Path | None = None
-    num_tokens: int = 32
-    num_prompt_tokens: int = 128
-    dtype: str = "bfloat16"
-    seed: int = 0
-    device: str = "cpu"
-    sizes: SeededSizes = SeededSizes()
-
-
-class Demo:
-    """One run: a folder, a prompt, a work folder for caches and logits."""
-
-    def __init__(
-        self, options: DemoOptions, checkpoint: Checkpoint, work: Path, progress: Progress
-    ) -> None:
-        self._options = options
-        self._checkpoint = checkpoint
-        self._work = work
-        self._progress = progress
-        self._num_workers = 0
-        self._log = contextlib.ExitStack()
-        generator = torch.Generator().manual_seed(options.seed)
-        vocabulary = (int(checkpoint.config["vocab_size"]),)
-        self._prompt = torch.randint(
-            vocabulary[0], (options.num_prompt_tokens,), generator=generator
-        ).tolist()
-
-    def run(self) -> tuple[str, list[Verdict]]:
-        """The table, the checks."""
-        with contextlib.ExitStack() as float32:
-            theirs = float32.enter_context(self._worker("transformers", "float32"))
-            tokens, reference = self._generate(theirs, "transformers, float32", None)
-            ours = float32.enter_context(self._worker("cmoe", "float32"))
-            cold = self._compile(ours, "cmoe, float32")
-            own_tokens, logits = self._generate(ours, "cmoe, float32", None)
-            verdicts = [check_tokens(own_tokens, tokens, LogitsError.between(logits, reference))]
-            if self._options.dtype == "float32":
-                return self._measure(theirs, ours, cold, tokens, reference, verdicts)
-        dtype = self._options.dtype
-        with self._worker("transformers", dtype) as theirs, self._worker("cmoe", dtype) as ours:
-            cold = self._compile(ours, f"cmoe, {dtype}")
-            return self._measure(theirs, ours, cold, tokens, reference, verdicts)
-
-    def _measure(
-        self,
-        theirs: Worker,
-        ours: Worker,
-        cold: dict[str, Any],
-        tokens: list[int],
-        reference: Tensor,
-        verdicts: list[Verdict],
-    ) -> tuple[str, list[Verdict]]:
-        with self._progress.step("transformers: trying its implementations, two of them compiled"):
-            chosen = theirs.ask("choose")
-        for mode, outcome in chosen["trials"].items():
-            self._progress.note(f"{mode}: {outcome}")
-        errors = []
-        for worker, name in ((theirs, "transformers"), (ours, "cmoe")):
-            _, logits = self._generate(worker, f"{name}, on the tokens of the float32 run", tokens)
-            errors.append(LogitsError.between(logits, reference))
-        if self._options.dtype != "float32":
-            verdicts.append(check_rounding(self._options.dtype, errors[1], errors[0]))
-        prefill, decode = self._times(theirs, ours)
-        peaks = [worker.ask("peak")["bytes"] for worker in (theirs, ours)]
-        warm = self._warm(theirs, ours)
-        compiled = chosen["num_graphs"] > 0
-        rows = [
-            Row(
-                name=_peer_name(chosen["prefill"], chosen["decode"]),
-                prefill_ms=prefill[0],
-                decode_ms=decode[0],
-                num_graphs=chosen["num_graphs"],
-                cold_compile_s=chosen["compile_seconds"] if compiled else None,
-                warm_compile_s=None,
-                peak_bytes=peaks[0],
-                largest_difference=errors[0].largest,
-            ),
-            Row(
-                name=f"cmoe {cold['backend']}",
-                prefill_ms=prefill[1],
-                decode_ms=decode[1],
-                num_graphs=cold["num_graphs"],
-                cold_compile_s=cold["seconds"],
-                warm_compile_s=warm["seconds"],
-                peak_bytes=peaks[1],
-                largest_difference=errors[1].largest,
-            ),
-        ]
-        table = render(rows, num_prompt_tokens=len(self._prompt))
-        return f"{table}\n\n{self._legend(cold, warm)}", verdicts
-
-    def _legend(self, cold: dict[str, Any], warm: dict[str, Any]) -> str:
-        options, config = self._options, self._checkpoint.config
-        return (
-            f"{config['model_type']}, {config['num_hidden_layers']} layers, "
-            f"{self._checkpoint.num_bytes() / 1e6:.0f} MB on disk, {options.dtype}, "
-            f"{options.device}, {torch.get_num_threads()} threads; medians, the two models in "
-            f"turn. cmoe's {cold['num_graphs']} graphs: the whole model, once for prefill, once "
-            f"for decode (fullgraph=True). Cold compile: empty caches; warm: a second process, "
-            f"{warm['cache_hits']} of {warm['cache_hits'] + warm['cache_misses']} graphs from the "
-            "FX cache. Peak memory: of the model's process, while it loads and runs. Logit "
-            "difference: to transformers in float32, on the same tokens."
-        )
-
-    def _times(self, theirs: Worker, ours: Worker) -> tuple[list[float], list[float]]:
-        """Median ms of prefill, of a decode step; transformers' first."""
-        medians = []
-        for phase in ("prefill", "decode"):
-            with self._progress.step(f"timing {phase}, {_ROUNDS} rounds, the two models in turn"):
-                times: list[list[float]] = [[], []]
-                for worker in (theirs, ours):
-                    worker.ask(f"time_{phase}")
-                    worker.ask("reset_peak")
-                for _ in range(_ROUNDS):
-                    for worker, kept in zip((theirs, ours), times, strict=True):
-                        kept.extend(worker.ask(f"time_{phase}")["ms"])
-                medians.append([statistics.median(kept) for kept in times])
-        return medians[0], medians[1]
-
-    def _warm(self, theirs: Worker, ours: Worker) -> dict[str, Any]:
-        """The compilation once more, in a second process."""
-        theirs.close()
-        ours.close()
-        with self._worker("cmoe", self._options.dtype) as second:
-            return self._compile(second, "cmoe in a second process, caches warm")
-
-    def _compile(self, worker: Worker, what: str) -> dict[str, Any]:
-        with self._progress.step(f"{what}: compiling prefill, decode"):
-            return {**worker.ask("compile"), "backend": self._backend}
-
-    def _generate(
-        self, worker: Worker, what: str, forced: list[int] | None
-    ) -> tuple[list[int], Tensor]:
-        path = self._work / "logits.safetensors"
-        with self._progress.step(f"{what}: generating {self._options.num_tokens} tokens"):
-            answer = worker.ask("generate", {"forced": forced, "path": str(path)})
-        # A copy: the next answer is written to the same file.
-        return answer["tokens"], load_file(path)["logits"].clone()
-
-    @contextlib.contextmanager
-    def _worker(self, name: str, dtype: str) -> Iterator[Worker]:
-        """A process with the model loaded."""
-        options = self._options
-        self._num_workers += 1
-        cache = self._work / f"{name}-{dtype}"
-        log = self._work / f"worker-{self._num_workers}.log"
-        with Worker(compile_cache=cache, log=log) as worker:
-            with self._progress.step(f"{name}, {dtype}: loading"):
-                request = {
-                    "folder": str(self._checkpoint.folder),
-                    "is_cmoe": name == "cmoe",
-                    "dtype": dtype,
-                    "device": options.device,
-                    "prompt": self._prompt,
-                    "num_steps": options.num_tokens,
-                }
-                answer = worker.ask("load", request)
-            if name == "cmoe":
-                self._backend = answer["backend"]
-            yield worker
 
 
 def run_demo(options: DemoOptions, out: TextIO, err: TextIO) -> int:
@@ -218,7 +37,7 @@ def run_demo(options: DemoOptions, out: TextIO, err: TextIO) -> int:
         checkpoint = open_checkpoint(folder)
         family_in(checkpoint)
         _check_memory(checkpoint)
-        table, verdicts = Demo(options, checkpoint, Path(temporary), progress).run()
+        table, verdicts = Measurement(options, checkpoint, Path(temporary), progress).run()
     out.write(f"\n{table}\n\n")
     for verdict in verdicts:
         out.write(f"{'ok' if verdict.passed else 'WRONG'}  {verdict.text}\n")
@@ -249,7 +68,7 @@ def _check_installed() -> None:
 
 def _check_memory(checkpoint: Checkpoint) -> None:
     """Two models are in memory at a time: two in float32, at the worst."""
-    parameters = sum(torch.Size(info.shape).numel() for info in checkpoint.tensors.values())
+    parameters = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
     needed, available = 2 * (4 * parameters + _PROCESS_BYTES), available_bytes()
     if available is not None and needed > available:
         raise DemoError(
@@ -257,8 +76,3 @@ def _check_memory(checkpoint: Checkpoint) -> None:
             f"cmoe in float32 take about {needed / 1e9:.0f} GB, {available / 1e9:.0f} GB are "
             "available; try a smaller model"
         )
-
-
-def _peer_name(prefill: str, decode: str) -> str:
-    modes = prefill if prefill == decode else f"{prefill} (prefill), {decode} (decode)"
-    return f"transformers {importlib.metadata.version('transformers')} {modes}"

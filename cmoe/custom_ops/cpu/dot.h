@@ -28,14 +28,16 @@ inline void store_any(DType t, void* p, int64_t at, V v, int n) {
   return t == DType::kBF16 ? store_bf16((uint16_t*)p + at, v, n) : store_fp16((uint16_t*)p + at, v, n);
 }
 
-// What a tile prefetches while it computes: some rows of the panel that comes next. Into L2: the panel at work
-// and the x of a tile already fill L1.
+// What a tile prefetches while it computes: the first `bytes` of some rows of the panel that comes next. Into L2:
+// the panel at work and the x of a tile already fill L1.
 struct Ahead {
   const char* p;
   int64_t stride_bytes;
   int rows;
+  int64_t bytes;
 
   CMOE_INLINE void fetch(int64_t at_bytes) const {
+    if (at_bytes >= bytes) return;
     const char* q = p + at_bytes;
     for (int i = 0; i < rows; ++i, q += stride_bytes) __builtin_prefetch(q, 0, 2);
   }

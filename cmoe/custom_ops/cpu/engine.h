@@ -4,10 +4,10 @@
 // kLanes lanes of an accumulator sums its own slice of K, the lanes are folded by one fixed tree, and blocks of
 // K are added in order. Every tile shape follows that order, so a token's result does not depend on the batch.
 //
-// Phases (each one run by all threads, the next when it is over): 0 bring x into kernel form, where x cannot be used as it lies; 1 gate and up,
-// activation -> h [R, I]; 2 down, weighted sum over each token's experts -> out [T, H]. A work item of phase 1
-// is (expert, column block); of phase 2 a column block of every expert, so that its sums stay in the
-// thread's own cache and no [R, H] buffer exists.
+// Phases, each one run by all threads, the next when it is over: 0 bring x into the kernels' form, where it
+// cannot be used as it lies; 1 gate and up, activation -> h [R, I]; 2 down, weighted sum over each token's
+// experts -> out [T, H]. An item of phase 1 is some columns of one expert; of phase 2 some columns of every
+// expert, so that the sums stay in the thread's own cache and no [R, H] buffer exists.
 #pragma once
 
 #include "activation.h"
@@ -17,10 +17,19 @@
 namespace cmoe {
 namespace CMOE_ISA {
 
-constexpr int kRowsPerBlock = 64;  // routed rows whose x stays in L2 while an item's weights are used
-// With fewer tiles a panel is read about as fast as memory gives, and the hardware's own prefetch does better.
-constexpr int kPrefetchTiles = 2;
 constexpr size_t kAlign = 64;
+constexpr int kUnit = 16;             // columns: items are whole units, so that no two threads share a line of h
+constexpr int64_t kUnitsPerItem = 3;  // at least, while there is enough work for all threads
+// An item with few rows streams its weights once: all of its columns in one go, so that memory sees long runs.
+// One with more rows takes kColumnsPerBlock columns at a time, which stay in L2 while blocks of rows pass.
+constexpr int kRowsStreamed = 16, kRowsPerBlock = 64;
+constexpr int64_t kUnitsStreamed1 = 12, kUnitsStreamed2 = 32;
+constexpr int64_t kAccFloats = 1 << 16;  // output sums of an item of phase 2: a quarter of a small L2
+
+// A panel that is read as fast as memory gives needs its beginning fetched, the hardware does the rest; one that
+// is in use for several tiles leaves memory idle unless all of the next one is fetched meanwhile.
+constexpr int kTilesPrefetchAll = 3;
+constexpr int64_t kPrefetchHeadBytes = 64;
 
 // K is cut evenly into blocks of at most D::kBlockK, whole chunks each but the last.
 template <class D>
@@ -32,31 +41,62 @@ struct KBlocks {
   }
 };
 
+// Units [0, total) handed out to threads: long runs first, short ones at the end to finish together. A run does
+// not cross a multiple of `row` units.
+struct WorkList {
+  alignas(64) int64_t next = 0;
+  int64_t total, row, most, threads;
+
+  struct Item {
+    int64_t row, first, units;  // units = 0: nothing left
+  };
+
+  WorkList(int64_t rows, int64_t units_a_row, int64_t most_units, int64_t num_threads)
+      : total(rows * units_a_row), row(units_a_row), most(most_units), threads(num_threads) {}
+
+  Item draw() {
+    int64_t at = __atomic_load_n(&next, __ATOMIC_RELAXED);
+    for (;;) {
+      if (at >= total) return {0, 0, 0};
+      const int64_t few = least(kUnitsPerItem, round_up(total, threads) / threads);
+      const int64_t left = row - at % row;
+      int64_t units = (total - at) / (2 * threads);
+      units = units < few ? few : least(units, most);
+      if (units > left || left - units < few) units = left < units + few ? left : units;
+      if (__atomic_compare_exchange_n(&next, &at, at + units, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        return {at / row, at % row, units};
+    }
+  }
+
+  static int64_t longest(int64_t most_units) { return most_units + kUnitsPerItem; }
+};
+
 // Per-thread scratch of a work item.
 struct Local {
-  float* c;       // [kRowsPerBlock, columns] GEMM result
-  float* bias;    // [2 * kColumnsPerBlock]
-  float* acc;     // [T, kColumnsPerBlock] output sums of phase 2
-  char* turned;   // weights of an item turned along K, where they do not lie so
-  float* wide;    // [kTileN, kBlockK] a panel widened to fp32
-  float* row;     // [H] one row of x
+  float* c;      // GEMM result: rows of an item by its columns
+  float* bias;   // of the item's columns, gate then up
+  float* acc;    // [T, columns] output sums of phase 2
+  char* turned;  // weights of a block turned along K, where they do not lie so
+  float* wide;   // [kTileN, kBlockK] a panel widened to fp32
+  float* row;    // [H] one row of x
 };
 
 struct Layout {
   int64_t x_stride, h_stride;  // in elements of D::X
-  int64_t nb, cb;              // columns of an item in phases 1 and 2
+  int64_t most2;               // units of an item of phase 2
   bool convert_x;
   size_t off_c, off_bias, off_acc, off_turned, off_wide, off_row;
   ScratchSizes size;
 };
 
+constexpr int64_t kColumns1 = (kUnitsStreamed1 + kUnitsPerItem) * kUnit;  // the longest items
+constexpr int64_t kColumns2 = (kUnitsStreamed2 + kUnitsPerItem) * kUnit;
+
 template <class D>
 Layout make_layout(const Problem& p, int64_t rows) {
   Layout l;
-  l.nb = l.cb = kColumnsPerBlock;
-  const int64_t enough = 4 * static_cast<int64_t>(p.threads.count);
-  while (l.nb > 16 && ceil_div(p.I, l.nb) * p.plan.num_active < enough) l.nb -= 16;
-  while (l.cb > 16 && ceil_div(p.H, l.cb) < enough) l.cb -= 16;
+  l.most2 = kAccFloats / ((p.T > 0 ? p.T : 1) * kUnit);
+  l.most2 = l.most2 < kUnitsPerItem ? kUnitsPerItem : least(l.most2, kUnitsStreamed2);
   l.convert_x = D::kConvertX || p.weight_on_input || p.x_stride_col != 1;
   l.x_stride = l.convert_x ? round_up<int64_t>(p.H, D::kChunk) : p.x_stride_row;
   l.h_stride = round_up<int64_t>(p.I, D::kChunk);
@@ -64,11 +104,18 @@ Layout make_layout(const Problem& p, int64_t rows) {
   l.size.x = l.convert_x ? area(p.T * l.x_stride * sizeof(typename D::X)) : 0;
   l.size.h = area(rows * l.h_stride * sizeof(typename D::X));
   size_t at = 0;
-  auto take = [&](size_t bytes) { const size_t here = at; at += area(bytes); return here; };
-  l.off_c = take(sizeof(float) * kRowsPerBlock * 2 * kColumnsPerBlock);
-  l.off_bias = take(sizeof(float) * 2 * kColumnsPerBlock);
-  l.off_acc = take(sizeof(float) * p.T * kColumnsPerBlock);
-  l.off_turned = take(Rows<typename D::W>::scratch_bytes(p.w13.stride_col != 1 || p.w2.stride_col != 1, D::kBlockK));
+  auto take = [&](size_t bytes) {
+    const size_t here = at;
+    at += area(bytes);
+    return here;
+  };
+  constexpr int64_t kBlock = (kRowsPerBlock + kTileM) * 2 * kColumnsPerBlock;
+  constexpr int64_t kStreamed = kRowsStreamed * (2 * kColumns1 > kColumns2 ? 2 * kColumns1 : kColumns2);
+  const bool turn = p.w13.stride_col != 1 || p.w2.stride_col != 1;
+  l.off_c = take(sizeof(float) * (kBlock > kStreamed ? kBlock : kStreamed));
+  l.off_bias = take(sizeof(float) * (2 * kColumns1 > kColumns2 ? 2 * kColumns1 : kColumns2));
+  l.off_acc = take(sizeof(float) * p.T * WorkList::longest(l.most2) * kUnit);
+  l.off_turned = take(Rows<typename D::W>::scratch_bytes(turn, D::kBlockK));
   l.off_wide = take(D::kWideRows > 0 ? sizeof(float) * kTileN * (D::kBlockK + D::kChunk) : 0);
   l.off_row = take(l.convert_x ? sizeof(float) * round_up<int64_t>(p.H, D::kChunk) : 0);
   l.size.per_thread = round_up<size_t>(at, 4096);  // threads share no page, hence no cache line
@@ -76,37 +123,74 @@ Layout make_layout(const Problem& p, int64_t rows) {
   return l;
 }
 
-// c[m, n] (n < N) = dot(x[m], w[n]) over K, for M <= kRowsPerBlock rows. `next` is where the weights that
-// this thread reads afterwards begin.
-template <class D>
-void gemm_block(const typename D::X* const* x, int M, const Matrices& w, const typename D::W* base, int64_t N,
-                int64_t K, float* c, int64_t c_stride, bool stream, const typename D::W* next, Local& local) {
+// Some consecutive weight rows of one matrix with where their products go.
+template <class W>
+struct RowGroup {
+  const W* base;
+  int64_t n;
+  float* c;
+};
+
+// group.c[m, n] = dot(x[m], group.base[n]) over K for M rows of x, in one pass over x for all groups. `stream`:
+// these weights come from memory now; `next` is where the ones that this thread reads afterwards begin.
+template <class D, int kGroups>
+void gemm_block(const typename D::X* const* x, int M, const Matrices& w, const RowGroup<typename D::W> (&groups)[kGroups],
+                int64_t K, int64_t c_stride, bool stream, const typename D::W* next, Local& local) {
   using X = typename D::X;
   using W = typename D::W;
   const KBlocks<D> blocks(K);
   const int tiles = ceil_div(M, kTileM);
+  const bool in_place = w.stride_col == 1;
   const X* rows[kTileM];
+
+  auto panel = [&](const typename D::Source& source, float* c, int64_t n, int nt, int64_t k0, int64_t kn,
+                   const W* following) CMOE_LAMBDA {
+    const auto weights = source.panel(n, nt);
+    int m = 0;
+    for (int t = 0; t < tiles; ++t) {
+      const int mt = (M - m + tiles - t - 1) / (tiles - t);
+      for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k0;
+      Ahead ahead{nullptr, 0, 0, 0};
+      if (stream && in_place && t < kTileN) {
+        const int a = t * kTileN / least(tiles, kTileN), b = (t + 1) * kTileN / least(tiles, kTileN);
+        ahead = Ahead{(const char*)(following + a * w.stride_row), w.stride_row * (int64_t)sizeof(W), b - a,
+                      tiles >= kTilesPrefetchAll ? kn * (int64_t)sizeof(W) : kPrefetchHeadBytes};
+      }
+      D::tile(mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride, k0 > 0, ahead);
+      m += mt;
+    }
+  };
+
+  if (in_place && M <= kRowsStreamed) {  // whole rows, one panel after the other: one run through memory
+    for (int g = 0; g < kGroups; ++g) {
+      const W* base = groups[g].base;
+      const W* after = g + 1 < kGroups ? groups[g + 1].base : next;
+      for (int64_t n = 0, nt = 0; n < groups[g].n; n += nt) {
+        nt = panel_rows(groups[g].n - n);
+        for (int64_t k0 = 0; k0 < K; k0 += blocks.size) {
+          const int64_t kn = least(blocks.size, K - k0);
+          const typename D::Source source(Rows<W>(w, base, groups[g].n, k0, kn, nullptr), kn, M, local.wide);
+          const W* following = k0 + kn < K           ? base + n * w.stride_row + k0 + kn
+                               : n + nt < groups[g].n ? base + (n + nt) * w.stride_row
+                                                      : after;
+          panel(source, groups[g].c, n, static_cast<int>(nt), k0, kn, following);
+        }
+      }
+    }
+    return;
+  }
   for (int64_t k0 = 0; k0 < K; k0 += blocks.size) {
     const int64_t kn = least(blocks.size, K - k0);
-    const typename D::Source source(Rows<W>(w, base, N, k0, kn, local.turned), kn, M, local.wide);
-    for (int64_t n = 0; n < N;) {
-      const int nt = panel_rows(N - n);
-      const auto panel = source.panel(n, nt);
-      const W* following = n + nt < N ? base + (n + nt) * w.stride_row + k0 * w.stride_col
-                           : k0 + kn < K ? base + (k0 + kn) * w.stride_col : next;
-      int m = 0;
-      for (int t = 0; t < tiles; ++t) {
-        const int mt = (M - m + tiles - t - 1) / (tiles - t);
-        for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k0;
-        Ahead ahead{nullptr, 0, 0};
-        if (stream && t < kTileN && tiles >= kPrefetchTiles && w.stride_col == 1) {
-          const int a = t * kTileN / least(tiles, kTileN), b = (t + 1) * kTileN / least(tiles, kTileN);
-          ahead = Ahead{(const char*)(following + a * w.stride_row), w.stride_row * (int64_t)sizeof(W), b - a};
-        }
-        D::tile(mt, nt, rows, panel, static_cast<int>(kn), c + m * c_stride + n, c_stride, k0 > 0, ahead);
-        m += mt;
+    const W* after_block = k0 + kn < K ? groups[0].base + k0 + kn : next;
+    for (int g = 0; g < kGroups; ++g) {
+      const W* base = groups[g].base;
+      const W* after = g + 1 < kGroups ? groups[g + 1].base + k0 : after_block;
+      const typename D::Source source(Rows<W>(w, base, groups[g].n, k0, kn, local.turned), kn, M, local.wide);
+      for (int64_t n = 0, nt = 0; n < groups[g].n; n += nt) {
+        nt = panel_rows(groups[g].n - n);
+        const W* following = n + nt < groups[g].n ? base + (n + nt) * w.stride_row + k0 : after;
+        panel(source, groups[g].c, n, static_cast<int>(nt), k0, kn, following);
       }
-      n += nt;
     }
   }
 }
@@ -115,7 +199,7 @@ template <class D>
 void load_bias(const void* bias, DType dtype, int64_t at, int64_t n, float* to) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const int m = static_cast<int>(least<int64_t>(kLanes, n - i));
-    vstore(to + i, bias ? load_any(dtype, bias, at + i, m) : vset(0.0f));
+    vstore(to + i, bias ? load_any(dtype, bias, at + i, m) : vset(0.0f), m);
   }
 }
 
@@ -128,18 +212,16 @@ struct Run {
   X* const x_scratch;
   X* const h;
   char* const threads_scratch;
-  // One line each: the threads draw items from these.
-  alignas(64) int64_t next1 = 0;
-  alignas(64) int64_t next2 = 0;
+  WorkList work1, work2;
 
   Run(const Problem& problem, char* scratch)
       : p(problem),
-        l(make_layout<D>(problem, problem.plan.num_active ? problem.plan.offset[problem.plan.num_active] : 0)),
+        l(make_layout<D>(problem, problem.plan.offset[problem.plan.num_active])),
         x_scratch((X*)scratch),
         h((X*)(scratch + l.size.x)),
-        threads_scratch(scratch + l.size.x + l.size.h) {}
-
-  static int64_t draw(int64_t& counter) { return __atomic_fetch_add(&counter, 1, __ATOMIC_RELAXED); }
+        threads_scratch(scratch + l.size.x + l.size.h),
+        work1(p.plan.num_active, ceil_div<int64_t>(p.I, kUnit), kUnitsStreamed1, p.threads.count),
+        work2(1, ceil_div<int64_t>(p.H, kUnit), l.most2, p.threads.count) {}
 
   const X* x_row(int64_t token) const {
     return (l.convert_x ? x_scratch : (const X*)p.x) + token * l.x_stride;
@@ -175,51 +257,71 @@ struct Run {
     }
   }
 
-  const W* w13_at(int64_t position, int64_t column) const {
-    return (const W*)p.w13.data + p.plan.expert[position] * p.w13.stride_e + column * p.w13.stride_row;
+  // Even blocks of whole tiles.
+  static int64_t rows_per_block(int64_t rows) {
+    const int64_t blocks = ceil_div<int64_t>(rows, kRowsPerBlock);
+    return round_up<int64_t>(ceil_div(rows, blocks), kTileM);
+  }
+
+  // How many rows of w13 a column of h has in one run: gate and up alternate, or the up rows are apart.
+  int64_t parts() const { return p.interleaved ? 2 : 1; }
+  bool up_apart() const { return p.gated && !p.interleaved; }
+
+  const W* w13_at(int64_t position, int64_t row) const {
+    return (const W*)p.w13.data + p.plan.expert[position] * p.w13.stride_e + row * p.w13.stride_row;
+  }
+  const W* w2_at(int64_t position, int64_t row) const {
+    return (const W*)p.w2.data + p.plan.expert[position] * p.w2.stride_e + row * p.w2.stride_row;
   }
 
   void phase1(int, Local& local) {
-    const int64_t blocks = ceil_div(p.I, l.nb);
-    const int64_t items = blocks * p.plan.num_active;
-    const X* rows[kRowsPerBlock];
-    for (int64_t item = draw(next1), then; item < items; item = then) {
-      then = draw(next1);
-      const int64_t position = p.plan.by_size[item / blocks];
-      const int64_t column = item % blocks * l.nb, n = least(l.nb, p.I - column);
-      const int64_t expert = p.plan.expert[position];
-      const int64_t up = p.I + column;  // where the up rows begin, if they do not alternate with the gates
-      const W* w = w13_at(position, parts_in_row() * column);
-      const W* w_up = p.gated ? w13_at(position, up) : nullptr;
-      const W* after = then < items ? w13_at(p.plan.by_size[then / blocks], parts_in_row() * (then % blocks * l.nb)) : w;
-      const int64_t bias = expert * p.b13_stride_e;
-      load_bias<D>(p.b13, p.dtype, bias + parts_in_row() * column, parts_in_row() * n, local.bias);
-      if (has_up_rows()) load_bias<D>(p.b13, p.dtype, bias + up, n, local.bias + l.nb);
-      const int64_t first = p.plan.offset[position], last = p.plan.offset[position + 1];
-      for (int64_t r = first; r < last; r += kRowsPerBlock) {
-        const int M = static_cast<int>(least<int64_t>(kRowsPerBlock, last - r));
-        for (int m = 0; m < M; ++m) rows[m] = x_row(p.plan.token[r + m]);
-        const int64_t stride = 2 * kColumnsPerBlock;
-        gemm_block<D>(rows, M, p.w13, w, parts_in_row() * n, p.H, local.c, stride, r == first,
-                      has_up_rows() ? w_up : after, local);
-        if (has_up_rows())
-          gemm_block<D>(rows, M, p.w13, w_up, n, p.H, local.c + l.nb, stride, r == first, after, local);
-        for (int m = 0; m < M; ++m) activate(local, local.c + m * stride, column, n, h + (r + m) * l.h_stride);
+    for (WorkList::Item item = work1.draw(), then; item.units > 0; item = then) {
+      then = work1.draw();
+      const int64_t position = p.plan.by_size[item.row];
+      const int64_t rows = p.plan.offset[position + 1] - p.plan.offset[position];
+      const int64_t begin = item.first * kUnit, end = least(begin + item.units * kUnit, p.I);
+      const int64_t step = rows <= kRowsStreamed && p.w13.stride_col == 1 ? end - begin : kColumnsPerBlock;
+      const W* after = then.units > 0 ? w13_at(p.plan.by_size[then.row], parts() * then.first * kUnit)
+                                      : w13_at(position, 0);
+      for (int64_t column = begin; column < end; column += step) {
+        const int64_t n = least(step, end - column);
+        gate_up(position, column, n, column + n < end ? w13_at(position, parts() * (column + n)) : after, local);
       }
     }
   }
 
-  bool has_up_rows() const { return p.gated && !p.interleaved; }
-  int64_t parts_in_row() const { return p.interleaved ? 2 : 1; }
+  // Columns [column, column + n) of h for every row of the expert.
+  void gate_up(int64_t position, int64_t column, int64_t n, const W* after, Local& local) {
+    const X* rows[kRowsPerBlock + kTileM];
+    const int64_t up = p.I + column, stride = 2 * n, bias = p.plan.expert[position] * p.b13_stride_e;
+    const W* w = w13_at(position, parts() * column);
+    const W* w_up = up_apart() ? w13_at(position, up) : nullptr;
+    load_bias<D>(p.b13, p.dtype, bias + parts() * column, parts() * n, local.bias);
+    if (up_apart()) load_bias<D>(p.b13, p.dtype, bias + up, n, local.bias + n);
+    const int64_t first = p.plan.offset[position], last = p.plan.offset[position + 1];
+    const int64_t block = rows_per_block(last - first);
+    for (int64_t r = first; r < last; r += block) {
+      const int M = static_cast<int>(least(block, last - r));
+      for (int m = 0; m < M; ++m) rows[m] = x_row(p.plan.token[r + m]);
+      if (up_apart()) {
+        const RowGroup<W> groups[2] = {{w, n, local.c}, {w_up, n, local.c + n}};
+        gemm_block<D>(rows, M, p.w13, groups, p.H, stride, r == first, after, local);
+      } else {
+        const RowGroup<W> groups[1] = {{w, parts() * n, local.c}};
+        gemm_block<D>(rows, M, p.w13, groups, p.H, stride, r == first, after, local);
+      }
+      for (int m = 0; m < M; ++m) activate(local, local.c + m * stride, column, n, h + (r + m) * l.h_stride);
+    }
+  }
 
   // g (and u) -> h, in place in c, then into the row in the form that phase 2 reads.
   void activate(const Local& local, float* c, int64_t column, int64_t n, X* to) const {
-    float pair[2 * kLanes];
     // The vector of a part (0 gate, 1 up) at column i.
-    auto part = [&](const float* from, int64_t i, int m, int which) {
-      if (!p.interleaved) return vload(from + which * l.nb + i, m);
-      for (int j = 0; j < m; ++j) pair[j] = from[2 * (i + j) + which];
-      return vload(pair, m);
+    auto part = [&](const float* from, int64_t i, int m, int which) CMOE_LAMBDA {
+      if (!p.interleaved) return vload(from + which * n + i, m);
+      float of_part[kLanes];
+      for (int j = 0; j < m; ++j) of_part[j] = from[2 * (i + j) + which];
+      return vload(of_part, m);
     };
     for (int64_t i = 0; i < n; i += kLanes) {
       const int m = static_cast<int>(least<int64_t>(kLanes, n - i));
@@ -231,37 +333,49 @@ struct Run {
   }
 
   void phase2(int, Local& local) {
-    const int64_t blocks = ceil_div(p.H, l.cb);
-    const X* rows[kRowsPerBlock];
-    const Plan& plan = p.plan;
-    auto w2_at = [&](int64_t position, int64_t column) {
-      return (const W*)p.w2.data + plan.expert[position] * p.w2.stride_e + column * p.w2.stride_row;
-    };
-    for (int64_t item = draw(next2), then; item < blocks; item = then) {
-      then = draw(next2);
-      const int64_t column = item * l.cb, n = least(l.cb, p.H - column);
-      for (int64_t i = 0; i < p.T * kColumnsPerBlock; i += kLanes) vstore(local.acc + i, vset(0.0f));
-      for (int64_t e = 0; e < plan.num_active; ++e) {
-        const W* w = w2_at(e, column);
-        const W* after = e + 1 < plan.num_active ? w2_at(e + 1, column) : then < blocks ? w2_at(0, then * l.cb) : w;
-        load_bias<D>(p.b2, p.dtype, plan.expert[e] * p.b2_stride_e + column, n, local.bias);
-        for (int64_t r = plan.offset[e]; r < plan.offset[e + 1]; r += kRowsPerBlock) {
-          const int M = static_cast<int>(least<int64_t>(kRowsPerBlock, plan.offset[e + 1] - r));
-          for (int m = 0; m < M; ++m) rows[m] = h + (r + m) * l.h_stride;
-          gemm_block<D>(rows, M, p.w2, w, n, p.I, local.c, kColumnsPerBlock, r == plan.offset[e], after, local);
-          for (int m = 0; m < M; ++m) {
-            const V weight = vset(p.weight_on_input ? 1.0f : plan.weight[r + m]);
-            float* acc = local.acc + (int64_t)plan.token[r + m] * kColumnsPerBlock;
-            const float* c = local.c + m * kColumnsPerBlock;
-            for (int64_t i = 0; i < n; i += kLanes)
-              vstore(acc + i, vfma(weight, vload(c + i) + vload(local.bias + i), vload(acc + i)));
-          }
+    for (WorkList::Item item = work2.draw(), then; item.units > 0; item = then) {
+      then = work2.draw();
+      const int64_t begin = item.first * kUnit, end = least(begin + item.units * kUnit, p.H);
+      const int64_t acc_stride = item.units * kUnit;
+      for (int64_t i = 0; i < p.T * acc_stride; i += kLanes) vstore(local.acc + i, vset(0.0f));
+      for (int64_t e = 0; e < p.plan.num_active; ++e) {
+        const int64_t rows = p.plan.offset[e + 1] - p.plan.offset[e];
+        const int64_t step = rows <= kRowsStreamed && p.w2.stride_col == 1 ? end - begin : kColumnsPerBlock;
+        const W* after = e + 1 < p.plan.num_active ? w2_at(e + 1, begin) : w2_at(0, then.first * kUnit);
+        for (int64_t column = begin; column < end; column += step) {
+          const int64_t n = least(step, end - column);
+          down(e, column, n, local.acc + (column - begin), acc_stride,
+               column + n < end ? w2_at(e, column + n) : after, local);
         }
       }
       for (int64_t t = 0; t < p.T; ++t) {
+        for (int64_t i = 0; i < end - begin; i += kLanes) {
+          const int m = static_cast<int>(least<int64_t>(kLanes, end - begin - i));
+          store_any(p.dtype, p.out, t * p.H + begin + i, vload(local.acc + t * acc_stride + i), m);
+        }
+      }
+    }
+  }
+
+  // Adds an expert's columns [column, column + n), weighted, to the sums of its tokens.
+  void down(int64_t position, int64_t column, int64_t n, float* acc, int64_t acc_stride, const W* after,
+            Local& local) {
+    const X* rows[kRowsPerBlock + kTileM];
+    load_bias<D>(p.b2, p.dtype, p.plan.expert[position] * p.b2_stride_e + column, n, local.bias);
+    const int64_t first = p.plan.offset[position], last = p.plan.offset[position + 1];
+    const int64_t block = rows_per_block(last - first);
+    const RowGroup<W> groups[1] = {{w2_at(position, column), n, local.c}};
+    for (int64_t r = first; r < last; r += block) {
+      const int M = static_cast<int>(least(block, last - r));
+      for (int m = 0; m < M; ++m) rows[m] = h + (r + m) * l.h_stride;
+      gemm_block<D>(rows, M, p.w2, groups, p.I, n, r == first, after, local);
+      for (int m = 0; m < M; ++m) {
+        const V weight = vset(p.weight_on_input ? 1.0f : p.plan.weight[r + m]);
+        float* sums = acc + (int64_t)p.plan.token[r + m] * acc_stride;
+        const float* c = local.c + m * n;
         for (int64_t i = 0; i < n; i += kLanes) {
-          const int m = static_cast<int>(least<int64_t>(kLanes, n - i));
-          store_any(p.dtype, p.out, t * p.H + column + i, vload(local.acc + t * kColumnsPerBlock + i), m);
+          const int k = static_cast<int>(least<int64_t>(kLanes, n - i));
+          vstore(sums + i, vfma(weight, vload(c + i, k) + vload(local.bias + i, k), vload(sums + i, k)), k);
         }
       }
     }
@@ -269,8 +383,8 @@ struct Run {
 
   Local local_of(int thread) const {
     char* mine = threads_scratch + thread * l.size.per_thread;
-    return Local{(float*)(mine + l.off_c),  (float*)(mine + l.off_bias), (float*)(mine + l.off_acc),
-                 mine + l.off_turned, (float*)(mine + l.off_wide), (float*)(mine + l.off_row)};
+    return Local{(float*)(mine + l.off_c), (float*)(mine + l.off_bias), (float*)(mine + l.off_acc),
+                 mine + l.off_turned,      (float*)(mine + l.off_wide), (float*)(mine + l.off_row)};
   }
 
   template <void (Run::*phase)(int, Local&)>
@@ -311,7 +425,7 @@ void probe_tile(int64_t n, int repeats) {
   const typename D::X* rows[kTileM];
   for (int i = 0; i < kTileM; ++i) rows[i] = x[i];
   for (int r = 0; r < repeats; ++r)
-    D::tile(kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512), static_cast<int>(n), c, kTileN, false, Ahead{nullptr, 0, 0});
+    D::tile(kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512), static_cast<int>(n), c, kTileN, false, Ahead{nullptr, 0, 0, 0});
 }
 
 template <class OfBf16>

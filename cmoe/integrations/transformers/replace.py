@@ -23,7 +23,7 @@ from cmoe.gate import GateLinear
 from cmoe.integrations.transformers.judge import HF_NAMES, Block, faults_of
 from cmoe.integrations.transformers.take_over import take_over
 from cmoe.layer import FusedMoE
-from cmoe.runner_interface import MoERunnerInterface
+from cmoe.runner import MoERunner
 
 _USE_THE_SWITCH = (
     "cmoe.integrations.transformers.register() with "
@@ -51,9 +51,8 @@ def replace_moe(model: nn.Module) -> ReplaceReport:
     of the experts' weights, the router's parameters, the shared experts: nothing is copied. Where a
     family alternates gate with up rows, these are put in order in place. Build optimisers and
     adapters after this call, which gives some parameters other objects and names.
-    `output_router_logits` works as before, unless blocks are
-    compiled one by one. `state_dict` goes with `load_state_dict` of a replaced model, while
-    `save_pretrained` refuses.
+    `output_router_logits` works as before, unless blocks are compiled one by one. `state_dict` goes
+    with `load_state_dict` of a replaced model, while `save_pretrained` refuses.
     UnsupportedError, before any change, for a model without a block of the table, for blocks that
     are quantised, shared, hooked, on the meta device or otherwise not what their row says.
     """
@@ -127,35 +126,37 @@ def _check(model: nn.Module, blocks: list[Block]) -> None:
         )
 
 
-def _empty_runner(block: Block) -> MoERunnerInterface:
+def _empty_runner(block: Block) -> MoERunner:
     """A runner around the block's gate, its shared experts, with experts that have no memory."""
     family, module = block.family, block.module
-    gate = getattr(module, family.gate)
+    router = getattr(module, family.gate)
     shared = None if family.shared_experts is None else getattr(module, family.shared_experts)
     dtype = module.experts.down_proj.dtype
     with torch.device("meta"), static_context():
+        gate = GateLinear.of(router.weight, router._parameters.get("bias"))
         runner = FusedMoE(
             replace(MoEConfig.from_hf(block.hf_config), params_dtype=dtype),
             block.path,
-            gate=GateLinear.of(gate.weight, gate._parameters.get("bias")),
+            gate=gate,
             shared_experts=shared,
         )
-    runner.gate.register_forward_hook(_record_router_logits)
+    gate.register_forward_hook(_record_router_logits)
     if family.returns_router_scores:
         runner.register_forward_hook(_with_scores)
     return runner.train(module.training)
 
 
 @torch.no_grad()
-def _take_weights(runner: MoERunnerInterface, block: Block) -> None:
+def _take_weights(runner: MoERunner, block: Block) -> None:
     """Gives the runner the block's experts and its name in the model."""
-    experts, gate = block.module.experts, getattr(block.module, block.family.gate)
+    experts, router = block.module.experts, getattr(block.module, block.family.gate)
     device = experts.down_proj.device
     for name in runner.routed_experts._parameters:
         taken = take_over(block.family, name, getattr(experts, HF_NAMES[name]))
         setattr(runner.routed_experts, name, taken)
     if runner.config.router.e_score_correction_bias:
-        runner.router.e_score_correction_bias = gate.e_score_correction_bias.float()
+        bias = router.e_score_correction_bias.float()
+        runner.router.register_buffer("e_score_correction_bias", bias)
     # What is on the meta device still is the runner's own bookkeeping.
     runner._apply(lambda t: torch.zeros_like(t, device=device) if t.is_meta else t)
     # Under another name where a model with the same paths is alive.

@@ -146,6 +146,19 @@ def test_bfloat16_is_as_exact_as_eager(family: str, way: str, tmp_path: Path) ->
         assert our_error <= 2 * their_error
 
 
+@both_ways
+@four_families
+@torch.no_grad()
+def test_autocast_is_as_exact_as_eager(family: str, way: str) -> None:
+    eager, model = pair(family, way)
+    ids = token_ids()
+    exact = eager(ids).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, ours = eager(ids).logits, model(ids).logits
+    assert ours.dtype == theirs.dtype
+    assert (ours - exact).norm() <= 2 * (theirs - exact).norm()
+
+
 def gradients(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     loss = model(inputs_embeds=embedded, labels=ids).loss

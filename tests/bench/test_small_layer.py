@@ -1,0 +1,57 @@
+"""What a layer costs beyond its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import small_layer
+from bench.shapes import shape_from_text
+from bench.stacks import LAYERS, stack
+
+SHAPE = shape_from_text("E8K2H64I32")
+
+
+def _subject(impl: str, make: Callable[[], Callable[[Tensor], Tensor]]) -> small_layer.Subject:
+    return small_layer.Subject(impl=impl, part="stack of 4", layers=4, make=make, mode="eager")
+
+
+def test_time_is_given_by_the_layer() -> None:
+    chosen = [_subject("test:one", lambda: torch.neg)]
+    (cell,) = small_layer.measure(SHAPE, turns=3, chosen=chosen)
+    assert cell.ms_median is not None
+    assert cell.extra["us_per_layer"] == pytest.approx(cell.ms_median * 1e3 / 4)
+    assert cell.runs == 3 * small_layer.CALLS_PER_TURN
+    assert "test:one" in small_layer.text([cell])
+
+
+def test_what_cannot_be_made_has_a_reason() -> None:
+    def make() -> Callable[[Tensor], Tensor]:
+        raise ImportError("test is not installed")
+
+    (cell,) = small_layer.measure(SHAPE, turns=1, chosen=[_subject("test:absent", make)])
+    assert cell.error == "ImportError: test is not installed"
+    assert "ImportError: test is not installed" in small_layer.text([cell])
+
+
+@pytest.mark.parametrize("impl", sorted(LAYERS))
+def test_a_stack_of_each_maker_runs(impl: str) -> None:
+    with torch.no_grad():
+        x = torch.randn(1, 64, dtype=torch.bfloat16)
+        y = stack(impl, SHAPE, "bf16", 2)(x)
+        assert y.shape == x.shape
+        assert bool(torch.isfinite(y).all())
+
+
+def test_the_bare_kernels_run() -> None:
+    with torch.no_grad():
+        x = torch.randn(1, 64, dtype=torch.bfloat16)
+        assert small_layer.bare_kernels(SHAPE, "bf16")(x).shape == x.shape
+
+
+def test_an_unknown_maker_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown layer 'x'; choose one of cmoe, transformers"):
+        stack("x", SHAPE, "bf16", 1)
