@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.inputs import Case, make_draws, make_weights
+from bench.arm import TensorStore
+from bench.inputs import Case
 from bench.modes import CapturedGraph
 from bench.peers import make_peer
 from bench.shapes import Shape
@@ -69,15 +70,13 @@ HEADER = (
 def measure(shape: Shape, dtype: str, impl: str, tokens: list[int]) -> list[GraphCost]:
     """Every size of one implementation on the current CUDA device."""
     peer = make_peer(impl)
-    weights = make_weights(shape, dtype, seed=0)
-    weights = type(weights)(*(t if t is None else t.cuda() for t in weights))
-    loaded = peer.load(shape, weights)
+    store = TensorStore()
+    loaded = peer.load(shape, store.weights(shape, dtype, 0))
     flush = CudaCacheFlush(torch.cuda.get_device_properties(0).L2_cache_size)
     costs = []
     for count in tokens:
         case = Case(shape=shape, tokens=count, dtype=dtype)
-        draws = [type(draw)(*(t.cuda() for t in draw)) for draw in make_draws(case)]
-        arguments = [loaded.arguments(draw) for draw in draws]
+        arguments = [loaded.arguments(draw) for draw in store.draws(case)]
         costs.append(_one(peer.impl, count, loaded.function, arguments, flush))
     return costs
 
@@ -91,20 +90,21 @@ def _one(
 ) -> GraphCost:
     first_eager_ms = _wall_ms(lambda: function(*arguments[0]))
     eager_ms = _median_ms(function, arguments, flush)
-    torch._dynamo.reset()
     compiled = torch.compile(function, dynamic=False)
     first_compiled_ms = _wall_ms(lambda: compiled(*arguments[0]))
     compiled_ms = _median_ms(compiled, arguments, flush)
     graph = CapturedGraph(function)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
+    capture_ms: float | None = None
+    replay_ms: float | None = None
+    held: int | None = None
     try:
         capture_ms = _wall_ms(lambda: graph(*arguments[0]))
         replay_ms = _median_ms(graph, arguments, flush)
         held = torch.cuda.memory_reserved() - before
         error = _difference(function, graph, arguments[1])
     except RuntimeError as failure:
-        capture_ms = replay_ms = held = None
         error = f"no: {str(failure).splitlines()[0]}"
     return GraphCost(
         impl=impl,

@@ -6,13 +6,17 @@ L layers, T tokens, E experts, K experts per token, H hidden, I intermediate.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.inputs import make_weights
+from bench.peers.cmoe import layer_spec
 from bench.progress import Progress
 from bench.record import Cell
 from bench.shapes import DTYPES, SHAPES, Shape
@@ -54,25 +58,37 @@ def subjects(shape: Shape, dtype: str) -> list[Subject]:
     ]
     for impl in LAYERS:
         for part, layers in ((f"stack of {NUM_LAYERS}", NUM_LAYERS), ("layer", 1)):
-            make = _compiled(lambda impl=impl, layers=layers: stack(impl, shape, dtype, layers))
+            make = _compiled(functools.partial(stack, impl, shape, dtype, layers))
             found.append(Subject(impl=impl, part=part, layers=layers, make=make))
     return found
 
 
 def bare_kernels(shape: Shape, dtype: str) -> Callable[[Tensor], Tensor]:
-    """Gate product, route, fused_experts of each layer called one after the other, nothing else."""
-    made = stack("cmoe", shape, dtype, NUM_LAYERS)
-    calls = []
-    for layer in made.layers:
-        # forward_impl is what the layer's op runs: routing, experts.
-        calls.append((layer.gate, layer.router, layer.routed_experts))
+    """Gate product, route, fused_experts of each layer, one after the other, nothing between them.
 
-    from cmoe import RouterInputs
+    This is the kernel time of a stack, with the few microseconds that each op costs to call.
+    """
+    from cmoe.custom_ops.backends import select_kernels
+
+    kernels = select_kernels(layer_spec(shape, dtype))
+    layers = []
+    for seed in range(NUM_LAYERS):
+        weights = make_weights(shape, dtype, seed=seed)
+        gate = weights.w2.new_ones(shape.num_experts, shape.hidden_size)
+        gate = torch.nn.init.normal_(gate, std=shape.hidden_size**-0.5)
+        layers.append((gate, weights.w13, weights.w2))
 
     def run(x: Tensor) -> Tensor:
         out = x
-        for gate, router, experts in calls:
-            out = experts(x, router(RouterInputs(x, gate(x), None, None, None)))
+        for gate, w13, w2 in layers:
+            logits = F.linear(x, gate)
+            scales, ids = kernels.route(
+                logits, None, shape.top_k, "softmax", False, True, 1, 1, 1.0
+            )
+            none = (None, None, None)
+            out = kernels.fused_experts(
+                x, w13, w2, scales, ids, *none, "silu", 1.0, None, False, False
+            )
         return out
 
     return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,6 @@ from bench.inputs import Case, Weights
 from bench.peers.base import Loaded, Peer, plain_arguments
 from bench.shapes import DTYPES, Shape
 from bench.verify import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
-
-if TYPE_CHECKING:
-    from cmoe.custom_ops.backends import LayerSpec
 
 
 class CmoeExperts(Peer):
@@ -33,7 +30,7 @@ class CmoeExperts(Peer):
 
         if self._requested == "auto":
             return None
-        reasons = explain_backends(_layer_spec(case.shape, case.dtype))
+        reasons = explain_backends(layer_spec(case.shape, case.dtype))
         if self._requested not in reasons:
             return f"no backend {self._requested!r}, there are {', '.join(reasons)}"
         return "; ".join(reasons[self._requested]) or None
@@ -44,7 +41,7 @@ class CmoeExperts(Peer):
         dtype = next(
             name for name, torch_dtype in DTYPES.items() if torch_dtype == weights.w2.dtype
         )
-        spec = _layer_spec(shape, dtype)
+        spec = layer_spec(shape, dtype)
         self.impl = f"cmoe:{choose_backend(spec, self._requested).name}"
         fused_experts = select_kernels(spec, self._requested).fused_experts
         limit = SWIGLUOAI_LIMIT if shape.activation == "swigluoai" else None
@@ -69,10 +66,8 @@ class CmoeExperts(Peer):
         return Loaded(experts, plain_arguments)
 
 
-@functools.cache
-def _layer_spec(shape: Shape, dtype: str) -> object:
-    import torch
-
+def layer_spec(shape: Shape, dtype: str) -> Any:
+    """The LayerSpec that cmoe judges backends by."""
     from cmoe.custom_ops.backends import LayerSpec
 
     return LayerSpec(

@@ -49,7 +49,7 @@ class TransformersExperts(Peer):
 
     def load(self, shape: Shape, weights: Weights) -> Loaded:
         experts = _gpt_oss(shape, weights) if shape.has_bias else _mixtral(shape, weights)
-        experts.config._experts_implementation = self._implementation
+        experts.config._experts_implementation = self._implementation  # type: ignore[union-attr]
         return Loaded(experts, _arguments)
 
 

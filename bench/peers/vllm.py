@@ -26,7 +26,7 @@ def _version() -> str:
 
 def _load_kernels() -> None:
     """Registers torch.ops._C as vLLM's own platform code does."""
-    from vllm.platforms import current_platform
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
     current_platform.import_kernels()
 
@@ -61,7 +61,8 @@ class CpuFusedMoe(Peer):
         ops = torch.ops._C
         w13_plain, bias, act = weights.w13, weights.w13_bias, shape.activation
         if act == "swigluoai":
-            w13_plain, bias = _interleave(weights.w13), _interleave(weights.w13_bias)
+            w13_plain = _interleave(w13_plain)
+            bias = None if bias is None else _interleave(bias)
         w13, w2 = torch.empty_like(w13_plain), torch.empty_like(weights.w2)
         ops.prepack_moe_weight(w13_plain, w13, "vec")
         ops.prepack_moe_weight(weights.w2, w2, "vec")
@@ -77,10 +78,8 @@ class CpuFusedMoe(Peer):
         return Loaded(experts, plain_arguments)
 
 
-def _interleave(tensor: Tensor | None) -> Tensor | None:
+def _interleave(tensor: Tensor) -> Tensor:
     """[E, 2I, ...] from gate half, up half to alternating rows."""
-    if tensor is None:
-        return None
     halves = tensor.unflatten(1, (2, tensor.shape[1] // 2))
     return halves.transpose(1, 2).flatten(1, 2).contiguous()
 

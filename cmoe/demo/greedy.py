@@ -45,7 +45,7 @@ class Greedy:
 
     def run_compiled(self) -> None:
         """From now on prefill is one graph, decode another one."""
-        self._call = torch.compile(self._step, fullgraph=True, dynamic=False)
+        self._call = torch.compile(self._step, fullgraph=True)
 
     def run(self, num_steps: int | None = None, forced: list[int] | None = None) -> Generated:
         """Reads the prompt, generates; `forced` tokens are fed in place of the chosen ones."""

@@ -1,4 +1,4 @@
-"""Checkpoints of the four families, loaded by cmoe: the tokens of transformers, one graph a phase."""
+"""The models of the demo, prompt with continuation as one table of logits."""
 
 from __future__ import annotations
 

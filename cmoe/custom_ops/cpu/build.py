@@ -22,7 +22,15 @@ logger = logging.getLogger("cmoe")
 
 SOURCES = Path(__file__).parent
 
-_AVX512: Sequence[str] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
+_AVX512: Sequence[str] = [
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx2",
+    "-mfma",
+    "-mf16c",
+]
 # One kernel set for each instruction set; which of them runs is decided by the processor at run
 # time, so a library built on one machine is safe on another.
 _KERNEL_SETS: Mapping[str, Mapping[str, Sequence[str]]] = {

@@ -17,7 +17,7 @@ constexpr A ceil_div(A a, A b) { return (a + b - 1) / b; }
 template <class A>
 constexpr A least(A a, A b) { return a < b ? a : b; }
 
-constexpr int kColumnsPerBlock = 48;  // weight rows of a work item, per gate / up / down
+constexpr int kColumnsPerBlock = 96;  // weight rows, of gate, up or down, that stay in L2 while rows of x pass
 
 inline V load_any(DType t, const void* p, int64_t at, int n) {
   if (t == DType::kFP32) return vload((const float*)p + at, n);

@@ -22,14 +22,19 @@ constexpr int kUnit = 16;             // columns: items are whole units, so that
 constexpr int64_t kUnitsPerItem = 3;  // at least, while there is enough work for all threads
 // An item with few rows streams its weights once: all of its columns in one go, so that memory sees long runs.
 // One with more rows takes kColumnsPerBlock columns at a time, which stay in L2 while blocks of rows pass.
-constexpr int kRowsStreamed = 16, kRowsPerBlock = 64;
+constexpr int kRowsStreamed = 16, kRowsPerBlock = 128;
 constexpr int64_t kUnitsStreamed1 = 12, kUnitsStreamed2 = 32;
 constexpr int64_t kAccFloats = 1 << 16;  // output sums of an item of phase 2: a quarter of a small L2
 
-// A panel that is read as fast as memory gives needs its beginning fetched, the hardware does the rest; one that
-// is in use for several tiles leaves memory idle unless all of the next one is fetched meanwhile.
-constexpr int kTilesPrefetchAll = 3;
-constexpr int64_t kPrefetchHeadBytes = 64;
+// How much of the next panel's rows is fetched meanwhile. The hardware streams a row once it has begun; what it
+// cannot do is begin the next rows, or go on while several tiles use one panel. Fetching everything by
+// instruction pays in between, where tiles use a panel for long enough, and costs where rows are pieces of
+// longer ones (docs/performance.md has the table).
+constexpr int64_t kPrefetchHeadBytes = 64, kShortRowBytes = 1536;
+inline int64_t prefetch_bytes(int tiles, int64_t row_bytes, bool whole_rows) {
+  const bool all = tiles == 1 ? row_bytes <= kShortRowBytes : whole_rows || tiles <= 4;
+  return all ? row_bytes : kPrefetchHeadBytes;
+}
 
 // K is cut evenly into blocks of at most D::kBlockK, whole chunks each but the last.
 template <class D>
@@ -100,6 +105,8 @@ Layout make_layout(const Problem& p, int64_t rows) {
   l.convert_x = D::kConvertX || p.weight_on_input || p.x_stride_col != 1;
   l.x_stride = l.convert_x ? round_up<int64_t>(p.H, D::kChunk) : p.x_stride_row;
   l.h_stride = round_up<int64_t>(p.I, D::kChunk);
+  // Rows a whole number of pages apart would compete for the same sets of the caches.
+  if (l.h_stride * sizeof(typename D::X) % 2048 == 0) l.h_stride += D::kChunk;
   auto area = [](size_t bytes) { return round_up(bytes, kAlign); };
   l.size.x = l.convert_x ? area(p.T * l.x_stride * sizeof(typename D::X)) : 0;
   l.size.h = area(rows * l.h_stride * sizeof(typename D::X));
@@ -154,7 +161,7 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w, const R
       if (stream && in_place && t < kTileN) {
         const int a = t * kTileN / least(tiles, kTileN), b = (t + 1) * kTileN / least(tiles, kTileN);
         ahead = Ahead{(const char*)(following + a * w.stride_row), w.stride_row * (int64_t)sizeof(W), b - a,
-                      tiles >= kTilesPrefetchAll ? kn * (int64_t)sizeof(W) : kPrefetchHeadBytes};
+                      prefetch_bytes(tiles, kn * (int64_t)sizeof(W), kn == K)};
       }
       D::tile(mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride, k0 > 0, ahead);
       m += mt;
