@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="FILE",
         help="renew the blocks between <!-- bench: NAME --> and <!-- /bench -->",
     )
+    parser.add_argument(
+        "--floor",
+        choices=("best", "fma"),
+        default="best",
+        help="percent of the floor at the fastest multiplication, or at float32 FMA",
+    )
     parser.set_defaults(execute=execute)
 
 
@@ -39,6 +46,8 @@ def execute(options: argparse.Namespace) -> int:
     """Prints the tables; writes the plots, the blocks that were asked for."""
     records = [record.load(path) for path in options.records]
     made = merged(records)
+    if options.floor == "fma":
+        made = at_fma_floor(made)
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
         for key, cells in tables.grouped(made.cells).items():
@@ -51,6 +60,12 @@ def execute(options: argparse.Namespace) -> int:
     if options.plots is None and not options.into:
         print(tables.record_text(made))
     return 0
+
+
+def at_fma_floor(made: record.Record) -> record.Record:
+    """The record with the floor at the float32 FMA rate in place of the other one."""
+    cells = (dataclasses.replace(cell, floor_ms=cell.floor_fma_ms) for cell in made.cells)
+    return dataclasses.replace(made, cells=tuple(cells))
 
 
 def merged(records: list[record.Record]) -> record.Record:

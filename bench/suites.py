@@ -55,7 +55,7 @@ CPU_COMPETITORS = (
     Competitor(impl="vllm:fused_experts_cpu"),
     Competitor(impl="torch:grouped_mm"),
     Competitor(impl="transformers:grouped_mm"),
-    Competitor(impl="transformers:grouped_mm", mode="compile", tokens=(1, 64)),
+    Competitor(impl="transformers:grouped_mm", mode="compile", tokens=(1, 4, 16, 64)),
     Competitor(impl="transformers:batched_mm"),
     Competitor(impl="transformers:batched_mm", mode="compile", tokens=(1,)),
     Competitor(impl="transformers:eager"),

@@ -184,6 +184,7 @@ def record_text(record: Record) -> str:
             parts.append("Left out:\n\n" + reasons)
     parts.append(
         "Cells: median milliseconds (percent of the floor). "
-        "Floor = max(bytes of the active experts / read bandwidth, flops / fastest multiplication)."
+        "Floor = max(bytes of the active experts / read bandwidth, flops / peak); the peak is the "
+        "fastest multiplication measured for the dtype, float32 FMA where asked for."
     )
     return "\n\n".join(parts)

@@ -76,7 +76,7 @@ class Measurement:
         if self._options.dtype != "float32":
             verdicts.append(check_rounding(self._options.dtype, errors[1], errors[0]))
         prefill, decode = self._times(theirs, ours)
-        peaks = [worker.ask("peak")["bytes"] for worker in (theirs, ours)]
+        peaks = [worker.ask("peak") for worker in (theirs, ours)]
         warm = self._warm(theirs, ours)
         compiled = chosen["num_graphs"] > 0
         rows = [
@@ -87,31 +87,31 @@ class Measurement:
                 num_graphs=chosen["num_graphs"],
                 cold_compile_s=chosen["compile_seconds"] if compiled else None,
                 warm_compile_s=None,
-                peak_bytes=peaks[0],
+                peak_bytes=peaks[0]["bytes"],
                 largest_difference=errors[0].largest,
             ),
             Row(
                 name=f"cmoe {cold['backend']}",
                 prefill_ms=prefill[1],
                 decode_ms=decode[1],
-                num_graphs=cold["num_graphs"],
+                num_graphs=peaks[1]["num_graphs"],
                 cold_compile_s=cold["seconds"],
                 warm_compile_s=warm["seconds"],
-                peak_bytes=peaks[1],
+                peak_bytes=peaks[1]["bytes"],
                 largest_difference=errors[1].largest,
             ),
         ]
         table = render(rows, num_prompt_tokens=len(self._prompt))
-        return f"{table}\n\n{self._legend(cold, warm)}", verdicts
+        return f"{table}\n\n{self._legend(warm)}", verdicts
 
-    def _legend(self, cold: dict[str, Any], warm: dict[str, Any]) -> str:
+    def _legend(self, warm: dict[str, Any]) -> str:
         options, config = self._options, self._checkpoint.config
         return (
             f"{config['model_type']}, {config['num_hidden_layers']} layers, "
             f"{self._checkpoint.num_bytes() / 1e6:.0f} MB on disk, {options.dtype}, "
             f"{options.device}, {torch.get_num_threads()} threads; medians, the two models in "
-            f"turn. cmoe's {cold['num_graphs']} graphs: the whole model, once for prefill, once "
-            f"for decode (fullgraph=True). Cold compile: empty caches; warm: a second process, "
+            "turn. A graph holds the whole model (fullgraph=True): prefill is one, decode another. "
+            f"Cold compile: empty caches; warm: a second process, "
             f"{warm['cache_hits']} of {warm['cache_hits'] + warm['cache_misses']} graphs from the "
             "FX cache. Peak memory: of the model's process, while it loads and runs. Logit "
             "difference: to transformers in float32, on the same tokens."

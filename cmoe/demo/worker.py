@@ -99,9 +99,10 @@ class Arm:
         return {}
 
     def peak(self, request: Answer) -> Answer:
-        """-> bytes, the highest of the load and of what ran since reset_peak."""
+        """-> bytes, the highest of the load and of what ran since reset_peak; graphs by now."""
         known = [b for b in (self._peak_bytes, peak_bytes(self._device)) if b is not None]
-        return {"bytes": max(known, default=None)}
+        num_graphs = counters["stats"]["unique_graphs"]
+        return {"bytes": max(known, default=None), "num_graphs": num_graphs}
 
 
 def _backend(config: Any, dtype: torch.dtype, device: torch.device) -> str:

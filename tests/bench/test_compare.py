@@ -90,7 +90,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _compare(repository: Path, a: str, b: str) -> int:
     command = ["compare", a, b, "--repository", str(repository), "--peers-from", FAKES]
     case = ["--shape", "E5K2H32I16", "--tokens", "1", "--impl", "test:sleeper"]
-    return main([*command, *case, "--threads", "1"])
+    return main([*command, *case, "--threads", "1", "--rounds", "9"])
 
 
 def _worktrees(repository: Path) -> int:
@@ -100,12 +100,14 @@ def _worktrees(repository: Path) -> int:
     return len(listed.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_a_revision_against_itself(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _compare(repository, "fast", "fast") == 0
     assert "| same " in capsys.readouterr().out
     assert _worktrees(repository) == 1
 
 
+@pytest.mark.slow
 def test_a_slower_revision_fails(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _compare(repository, "fast", "slow") == 1
     assert "| slower " in capsys.readouterr().out

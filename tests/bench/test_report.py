@@ -38,6 +38,14 @@ def test_blocks_of_a_document_are_renewed(saved: Path, tmp_path: Path) -> None:
     assert page.read_text() == once
 
 
+def test_percents_can_be_those_of_the_fma_floor(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # floor_ms 1.0, floor_fma_ms 1.5 for 2 ms.
+    assert main(["report", str(saved), "--floor", "fma"]) == 0
+    assert "2 (75 %)" in capsys.readouterr().out
+
+
 def test_plots_are_written(saved: Path, tmp_path: Path) -> None:
     assert main(["report", str(saved), "--plots", str(tmp_path / "plots")]) == 0
     names = [path.name for path in (tmp_path / "plots").iterdir()]

@@ -1,4 +1,4 @@
-"""The models of the demo, prompt with continuation as one table of logits."""
+"""Checkpoints of the four families in cmoe: transformers' tokens, one graph a phase."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_logits_and_routing_are_not_degenerate(tmp_path: Path) -> None:
     best = output.logits[0].topk(2).values
     assert (best[:, 0] - best[:, 1]).median() > 0.1
     for logits in output.router_logits:
-        chosen = logits.topk(TINY.top_k).indices
-        counts = chosen.flatten().bincount(minlength=TINY.num_experts)
-        assert counts.gt(0).sum() > TINY.num_experts // 2
-        assert counts.max() > 1.5 * counts.float().mean()
+        chosen = logits.topk(TINY.top_k)
+        assert chosen.indices.unique().numel() > TINY.num_experts // 2
+        largest_weight = chosen.values.softmax(-1).max(-1).values
+        assert largest_weight.median() > 1.5 / TINY.top_k

@@ -1,4 +1,4 @@
-"""The checks can fail, and say where."""
+"""The checks can fail; they say where."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ inline V apply_activation(Activation activation, V g, V u, float alpha, float li
     u = gated ? vmax(vmin(u, top), -top) : u;
   }
   switch (activation) {
-    case Activation::kSilu: return sigmoid_times(g, g) * u;
+    case Activation::kSilu:
+      return sigmoid_times(g, g) * u;
     case Activation::kGelu:
       return vset(0.5f) * g * (vset(1.0f) + verf(g * vset(0.70710678118654752f))) * u;
     case Activation::kGeluTanh:  // 0.5 (1 + tanh z) = sigmoid(2 z)
@@ -66,7 +67,8 @@ inline V apply_activation(Activation activation, V g, V u, float alpha, float li
       const V r = vmax(g, vset(0.0f));
       return r * r * u;
     }
-    case Activation::kSwigluOai: return sigmoid_times(vset(alpha) * g, g) * (u + vset(1.0f));
+    case Activation::kSwigluOai:
+      return sigmoid_times(vset(alpha) * g, g) * (u + vset(1.0f));
   }
   __builtin_unreachable();
 }

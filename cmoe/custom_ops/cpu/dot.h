@@ -1,8 +1,9 @@
 // How a weight format meets x in a register tile.
 //
-// A dot D names the element types W (weights in memory) and X (activations in scratch), the chunk of K that one
-// step takes, the tile shape, and tile(). A weight format is a struct with half<h>(p) and half<h>(p, n): one
-// chunk of K as two vectors of fp32, in an order that x is brought into as well. That is all a new format writes.
+// A dot D names the element types W (weights in memory) and X (activations in scratch), the chunk
+// of K that one step takes, the tile shape, and tile(). A weight format is a struct with half<h>(p)
+// and half<h>(p, n): one chunk of K as two vectors of fp32, in an order that x is brought into as
+// well. That is all a new format writes.
 #pragma once
 
 #include "problem.h"
@@ -11,25 +12,42 @@ namespace cmoe {
 namespace CMOE_ISA {
 
 template <class A>
-constexpr A round_up(A a, A b) { return (a + b - 1) / b * b; }
+constexpr A round_up(A a, A b) {
+  return (a + b - 1) / b * b;
+}
 template <class A>
-constexpr A ceil_div(A a, A b) { return (a + b - 1) / b; }
+constexpr A ceil_div(A a, A b) {
+  return (a + b - 1) / b;
+}
 template <class A>
-constexpr A least(A a, A b) { return a < b ? a : b; }
+constexpr A least(A a, A b) {
+  return a < b ? a : b;
+}
 
-constexpr int kColumnsPerBlock = 96;  // weight rows, of gate, up or down, that stay in L2 while rows of x pass
+// Weight rows, of gate, up or down, that stay in L2 while rows of x pass: as they lie, or turned.
+constexpr int kColumnsPerBlock = 96;
+#ifndef KTURN
+#define KTURN 32
+#endif
+constexpr int kColumnsTurned = KTURN;
+#ifndef KAHEAD
+#define KAHEAD 24
+#endif
+constexpr int kTurnAhead = KAHEAD;
 
 inline V load_any(DType t, const void* p, int64_t at, int n) {
   if (t == DType::kFP32) return vload((const float*)p + at, n);
-  return t == DType::kBF16 ? load_bf16((const uint16_t*)p + at, n) : load_fp16((const uint16_t*)p + at, n);
+  return t == DType::kBF16 ? load_bf16((const uint16_t*)p + at, n)
+                           : load_fp16((const uint16_t*)p + at, n);
 }
 inline void store_any(DType t, void* p, int64_t at, V v, int n) {
   if (t == DType::kFP32) return vstore((float*)p + at, v, n);
-  return t == DType::kBF16 ? store_bf16((uint16_t*)p + at, v, n) : store_fp16((uint16_t*)p + at, v, n);
+  return t == DType::kBF16 ? store_bf16((uint16_t*)p + at, v, n)
+                           : store_fp16((uint16_t*)p + at, v, n);
 }
 
-// What a tile prefetches while it computes: the first `bytes` of some rows of the panel that comes next. Into L2:
-// the panel at work and the x of a tile already fill L1.
+// What a tile prefetches while it computes: the first `bytes` of some rows of the panel that comes
+// next. Into L2: the panel at work and the x of a tile already fill L1.
 struct Ahead {
   const char* p;
   int64_t stride_bytes;
@@ -70,13 +88,19 @@ CMOE_INLINE void dispatch_tile(int mt, int nt, F&& f) {
 }
 inline int panel_rows(int64_t n) { return kTileN >= 6 && n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1; }
 
-// to[n, k] = from[n + k * stride_col] for a [rows, kn] block: weights whose rows are contiguous, brought along K.
+// to[n, k] = from[n + k * stride_col] for a [rows, kn] block: weights whose rows are contiguous,
+// brought along K.
 template <class W>
-void transpose_block(const W* from, int64_t stride_col, int64_t rows, int64_t kn, W* to, int64_t to_stride) {
+void transpose_block(const W* from, int64_t stride_col, int64_t rows, int64_t kn, W* to,
+                     int64_t to_stride) {
   constexpr int kSide = 16 / sizeof(W);
   typedef W Q __attribute__((vector_size(16)));
   int64_t k = 0;
   for (; k + kSide <= kn; k += kSide) {
+    // Each row lies in a page of its own, which the hardware does not run ahead into.
+    for (int i = 0; i < kSide; ++i)
+      for (int64_t at = 0; at < rows; at += 64 / sizeof(W))
+        __builtin_prefetch(from + (k + kTurnAhead + i) * stride_col + at, 0, 3);
     int64_t n = 0;
     for (; n + kSide <= rows; n += kSide) {
       Q a[kSide], b[kSide];
@@ -104,7 +128,8 @@ void transpose_block(const W* from, int64_t stride_col, int64_t rows, int64_t kn
     for (int64_t n = 0; n < rows; ++n) to[n * to_stride + k] = from[k * stride_col + n];
 }
 
-// The weight rows of one item and one block of K: where they lie, or turned along K in the thread's scratch.
+// The weight rows of one item and one block of K: where they lie, or turned along K in the thread's
+// scratch.
 template <class W>
 struct Rows {
   const W* w;
@@ -121,7 +146,7 @@ struct Rows {
     }
   }
   static size_t scratch_bytes(bool transposed, int64_t block_k) {
-    return transposed ? 2 * kColumnsPerBlock * (block_k + 64) * sizeof(W) : 0;
+    return transposed ? 2 * kColumnsTurned * (block_k + 64) * sizeof(W) : 0;
   }
 };
 
@@ -143,7 +168,8 @@ struct NativeBf16 {
   };
 
   template <int MT, int NT>
-  static void tile_of(const X* const* rows, Panel<W> w, int n, float* c, int64_t stride, bool add, Ahead ahead) {
+  static void tile_of(const X* const* rows, Panel<W> w, int n, float* c, int64_t stride, bool add,
+                      Ahead ahead) {
     V acc[MT][NT];
     const X* x[MT];
 #pragma GCC unroll 8
@@ -175,8 +201,8 @@ struct NativeBf16 {
     reduce_tile(acc, c, stride, add);
   }
 
-  static void tile(int mt, int nt, const X* const* rows, Panel<W> w, int n, float* c, int64_t stride, bool add,
-                   Ahead ahead) {
+  static void tile(int mt, int nt, const X* const* rows, Panel<W> w, int n, float* c,
+                   int64_t stride, bool add, Ahead ahead) {
     dispatch_tile(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
       tile_of<MT, NT>(rows, w, n, c, stride, add, ahead);
     });
@@ -206,7 +232,9 @@ struct Fp16 {
   using W = uint16_t;
   static constexpr bool kPairs = false;  // half<0> holds the first kLanes places
   template <int h>
-  static CMOE_INLINE V half(const W* p) { return load_fp16(p + h * kLanes); }
+  static CMOE_INLINE V half(const W* p) {
+    return load_fp16(p + h * kLanes);
+  }
   template <int h>
   static CMOE_INLINE V half(const W* p, int n) {
     const int m = n - h * kLanes;
@@ -217,7 +245,9 @@ struct Fp32 {
   using W = float;
   static constexpr bool kPairs = false;
   template <int h>
-  static CMOE_INLINE V half(const W* p) { return vload(p + h * kLanes); }
+  static CMOE_INLINE V half(const W* p) {
+    return vload(p + h * kLanes);
+  }
   template <int h>
   static CMOE_INLINE V half(const W* p, int n) {
     const int m = n - h * kLanes;
@@ -270,8 +300,8 @@ struct Fma {
   };
 
   template <int MT, int NT, class F>
-  static void tile_of(const X* const* rows, Panel<typename F::W> w, int n, float* c, int64_t stride, bool add,
-                      Ahead ahead) {
+  static void tile_of(const X* const* rows, Panel<typename F::W> w, int n, float* c, int64_t stride,
+                      bool add, Ahead ahead) {
     V acc[MT][NT];
     const X* x[MT];
 #pragma GCC unroll 8
@@ -304,8 +334,8 @@ struct Fma {
     reduce_tile(acc, c, stride, add);
   }
 
-  static void tile(int mt, int nt, const X* const* rows, const AnyPanel& w, int n, float* c, int64_t stride,
-                   bool add, Ahead ahead) {
+  static void tile(int mt, int nt, const X* const* rows, const AnyPanel& w, int n, float* c,
+                   int64_t stride, bool add, Ahead ahead) {
     dispatch_tile(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
       if constexpr (kWideRows > 0) {
         if (w.wide.w != nullptr)

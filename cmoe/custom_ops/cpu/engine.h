@@ -1,13 +1,15 @@
 // The fused experts of one instruction set: two grouped GEMMs along K over a flat work list.
 //
-// Weights are used as they lie, [rows, K] with K contiguous. An output is a dot product along K: each of the
-// kLanes lanes of an accumulator sums its own slice of K, the lanes are folded by one fixed tree, and blocks of
-// K are added in order. Every tile shape follows that order, so a token's result does not depend on the batch.
+// Weights are used as they lie, [rows, K] with K contiguous. An output is a dot product along K:
+// each of the kLanes lanes of an accumulator sums its own slice of K, the lanes are folded by one
+// fixed tree, and blocks of K are added in order. Every tile shape follows that order, so a token's
+// result does not depend on the batch.
 //
-// Phases, each one run by all threads, the next when it is over: 0 bring x into the kernels' form, where it
-// cannot be used as it lies; 1 gate and up, activation -> h [R, I]; 2 down, weighted sum over each token's
-// experts -> out [T, H]. An item of phase 1 is some columns of one expert; of phase 2 some columns of every
-// expert, so that the sums stay in the thread's own cache and no [R, H] buffer exists.
+// Phases, each one run by all threads, the next when it is over: 0 bring x into the kernels' form,
+// where it cannot be used as it lies; 1 gate and up, activation -> h [R, I]; 2 down, weighted sum
+// over each token's experts -> out [T, H]. An item of phase 1 is some columns of one expert; of
+// phase 2 some columns of every expert, so that the sums stay in the thread's own cache and no [R,
+// H] buffer exists.
 #pragma once
 
 #include "activation.h"
@@ -18,18 +20,21 @@ namespace cmoe {
 namespace CMOE_ISA {
 
 constexpr size_t kAlign = 64;
-constexpr int kUnit = 16;             // columns: items are whole units, so that no two threads share a line of h
+constexpr int kUnit =
+    16;  // columns: items are whole units, so that no two threads share a line of h
 constexpr int64_t kUnitsPerItem = 3;  // at least, while there is enough work for all threads
-// An item with few rows streams its weights once: all of its columns in one go, so that memory sees long runs.
-// One with more rows takes kColumnsPerBlock columns at a time, which stay in L2 while blocks of rows pass.
+// An item with few rows streams its weights once: all of its columns in one go, so that memory sees
+// long runs. One with more rows takes kColumnsPerBlock columns at a time, which stay in L2 while
+// blocks of rows pass.
 constexpr int kRowsStreamed = 16, kRowsPerBlock = 128;
 constexpr int64_t kUnitsStreamed1 = 12, kUnitsStreamed2 = 32;
-constexpr int64_t kAccFloats = 1 << 16;  // output sums of an item of phase 2: a quarter of a small L2
+constexpr int64_t kAccFloats =
+    1 << 16;  // output sums of an item of phase 2: a quarter of a small L2
 
-// How much of the next panel's rows is fetched meanwhile. The hardware streams a row once it has begun; what it
-// cannot do is begin the next rows, or go on while several tiles use one panel. Fetching everything by
-// instruction pays in between, where tiles use a panel for long enough, and costs where rows are pieces of
-// longer ones (docs/performance.md has the table).
+// How much of the next panel's rows is fetched meanwhile. The hardware streams a row once it has
+// begun; what it cannot do is begin the next rows, or go on while several tiles use one panel.
+// Fetching everything by instruction pays in between, where tiles use a panel for long enough, and
+// costs where rows are pieces of longer ones (docs/performance.md has the table).
 constexpr int64_t kPrefetchHeadBytes = 64, kShortRowBytes = 1536;
 inline int64_t prefetch_bytes(int tiles, int64_t row_bytes, bool whole_rows) {
   const bool all = tiles == 1 ? row_bytes <= kShortRowBytes : whole_rows || tiles <= 4;
@@ -46,8 +51,8 @@ struct KBlocks {
   }
 };
 
-// Units [0, total) handed out to threads: long runs first, short ones at the end to finish together. A run does
-// not cross a multiple of `row` units.
+// Units [0, total) handed out to threads: long runs first, short ones at the end to finish
+// together. A run does not cross a multiple of `row` units.
 struct WorkList {
   alignas(64) int64_t next = 0;
   int64_t total, row, most, threads;
@@ -68,7 +73,8 @@ struct WorkList {
       int64_t units = (total - at) / (2 * threads);
       units = units < few ? few : least(units, most);
       if (units > left || left - units < few) units = left < units + few ? left : units;
-      if (__atomic_compare_exchange_n(&next, &at, at + units, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+      if (__atomic_compare_exchange_n(&next, &at, at + units, true, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED))
         return {at / row, at % row, units};
     }
   }
@@ -117,7 +123,8 @@ Layout make_layout(const Problem& p, int64_t rows) {
     return here;
   };
   constexpr int64_t kBlock = (kRowsPerBlock + kTileM) * 2 * kColumnsPerBlock;
-  constexpr int64_t kStreamed = kRowsStreamed * (2 * kColumns1 > kColumns2 ? 2 * kColumns1 : kColumns2);
+  constexpr int64_t kStreamed =
+      kRowsStreamed * (2 * kColumns1 > kColumns2 ? 2 * kColumns1 : kColumns2);
   const bool turn = p.w13.stride_col != 1 || p.w2.stride_col != 1;
   l.off_c = take(sizeof(float) * (kBlock > kStreamed ? kBlock : kStreamed));
   l.off_bias = take(sizeof(float) * (2 * kColumns1 > kColumns2 ? 2 * kColumns1 : kColumns2));
@@ -138,11 +145,13 @@ struct RowGroup {
   float* c;
 };
 
-// group.c[m, n] = dot(x[m], group.base[n]) over K for M rows of x, in one pass over x for all groups. `stream`:
-// these weights come from memory now; `next` is where the ones that this thread reads afterwards begin.
+// group.c[m, n] = dot(x[m], group.base[n]) over K for M rows of x, in one pass over x for all
+// groups. `stream`: these weights come from memory now; `next` is where the ones that this thread
+// reads afterwards begin.
 template <class D, int kGroups>
-void gemm_block(const typename D::X* const* x, int M, const Matrices& w, const RowGroup<typename D::W> (&groups)[kGroups],
-                int64_t K, int64_t c_stride, bool stream, const typename D::W* next, Local& local) {
+void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
+                const RowGroup<typename D::W> (&groups)[kGroups], int64_t K, int64_t c_stride,
+                bool stream, const typename D::W* next, Local& local) {
   using X = typename D::X;
   using W = typename D::W;
   const KBlocks<D> blocks(K);
@@ -150,8 +159,8 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w, const R
   const bool in_place = w.stride_col == 1;
   const X* rows[kTileM];
 
-  auto panel = [&](const typename D::Source& source, float* c, int64_t n, int nt, int64_t k0, int64_t kn,
-                   const W* following) CMOE_LAMBDA {
+  auto panel = [&](const typename D::Source& source, float* c, int64_t n, int nt, int64_t k0,
+                   int64_t kn, const W* following) CMOE_LAMBDA {
     const auto weights = source.panel(n, nt);
     int m = 0;
     for (int t = 0; t < tiles; ++t) {
@@ -159,16 +168,20 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w, const R
       for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k0;
       Ahead ahead{nullptr, 0, 0, 0};
       if (stream && in_place && t < kTileN) {
-        const int a = t * kTileN / least(tiles, kTileN), b = (t + 1) * kTileN / least(tiles, kTileN);
-        ahead = Ahead{(const char*)(following + a * w.stride_row), w.stride_row * (int64_t)sizeof(W), b - a,
-                      prefetch_bytes(tiles, kn * (int64_t)sizeof(W), kn == K)};
+        const int a = t * kTileN / least(tiles, kTileN),
+                  b = (t + 1) * kTileN / least(tiles, kTileN);
+        ahead =
+            Ahead{(const char*)(following + a * w.stride_row), w.stride_row * (int64_t)sizeof(W),
+                  b - a, prefetch_bytes(tiles, kn * (int64_t)sizeof(W), kn == K)};
       }
-      D::tile(mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride, k0 > 0, ahead);
+      D::tile(mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride, k0 > 0,
+              ahead);
       m += mt;
     }
   };
 
-  if (in_place && M <= kRowsStreamed) {  // whole rows, one panel after the other: one run through memory
+  if (in_place &&
+      M <= kRowsStreamed) {  // whole rows, one panel after the other: one run through memory
     for (int g = 0; g < kGroups; ++g) {
       const W* base = groups[g].base;
       const W* after = g + 1 < kGroups ? groups[g + 1].base : next;
@@ -176,8 +189,9 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w, const R
         nt = panel_rows(groups[g].n - n);
         for (int64_t k0 = 0; k0 < K; k0 += blocks.size) {
           const int64_t kn = least(blocks.size, K - k0);
-          const typename D::Source source(Rows<W>(w, base, groups[g].n, k0, kn, nullptr), kn, M, local.wide);
-          const W* following = k0 + kn < K           ? base + n * w.stride_row + k0 + kn
+          const typename D::Source source(Rows<W>(w, base, groups[g].n, k0, kn, nullptr), kn, M,
+                                          local.wide);
+          const W* following = k0 + kn < K            ? base + n * w.stride_row + k0 + kn
                                : n + nt < groups[g].n ? base + (n + nt) * w.stride_row
                                                       : after;
           panel(source, groups[g].c, n, static_cast<int>(nt), k0, kn, following);
@@ -192,7 +206,8 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w, const R
     for (int g = 0; g < kGroups; ++g) {
       const W* base = groups[g].base;
       const W* after = g + 1 < kGroups ? groups[g + 1].base + k0 : after_block;
-      const typename D::Source source(Rows<W>(w, base, groups[g].n, k0, kn, local.turned), kn, M, local.wide);
+      const typename D::Source source(Rows<W>(w, base, groups[g].n, k0, kn, local.turned), kn, M,
+                                      local.wide);
       for (int64_t n = 0, nt = 0; n < groups[g].n; n += nt) {
         nt = panel_rows(groups[g].n - n);
         const W* following = n + nt < groups[g].n ? base + (n + nt) * w.stride_row + k0 : after;
@@ -244,7 +259,8 @@ struct Run {
       if (p.x_stride_col == 1) {
         v = load_any(p.dtype, from, i, n);
       } else {
-        for (int j = 0; j < n; ++j) row[i + j] = load_any(p.dtype, from, (i + j) * p.x_stride_col, 1)[0];
+        for (int j = 0; j < n; ++j)
+          row[i + j] = load_any(p.dtype, from, (i + j) * p.x_stride_col, 1)[0];
         v = vload(row + i, n);
       }
       vstore(row + i, v * vset(scale), n);
@@ -254,7 +270,8 @@ struct Run {
 
   void phase0(int thread, Local& local) {
     const int threads = p.threads.count;
-    if (p.weight_on_input) {  // K == 1: a routed row is a token; tokens without an expert are never read
+    if (p.weight_on_input) {  // K == 1: a routed row is a token; tokens without an expert are never
+                              // read
       const int64_t rows = p.plan.offset[p.plan.num_active];
       for (int64_t r = rows * thread / threads; r < rows * (thread + 1) / threads; ++r)
         convert_x(p.plan.token[r], p.plan.weight[r], local.row);
@@ -270,7 +287,13 @@ struct Run {
     return round_up<int64_t>(ceil_div(rows, blocks), kTileM);
   }
 
-  // How many rows of w13 a column of h has in one run: gate and up alternate, or the up rows are apart.
+  static int64_t columns_at_once(const Matrices& w, int64_t rows, int64_t item) {
+    if (w.stride_col != 1) return kColumnsTurned;
+    return rows <= kRowsStreamed ? item : kColumnsPerBlock;
+  }
+
+  // How many rows of w13 a column of h has in one run: gate and up alternate, or the up rows are
+  // apart.
   int64_t parts() const { return p.interleaved ? 2 : 1; }
   bool up_apart() const { return p.gated && !p.interleaved; }
 
@@ -287,12 +310,14 @@ struct Run {
       const int64_t position = p.plan.by_size[item.row];
       const int64_t rows = p.plan.offset[position + 1] - p.plan.offset[position];
       const int64_t begin = item.first * kUnit, end = least(begin + item.units * kUnit, p.I);
-      const int64_t step = rows <= kRowsStreamed && p.w13.stride_col == 1 ? end - begin : kColumnsPerBlock;
-      const W* after = then.units > 0 ? w13_at(p.plan.by_size[then.row], parts() * then.first * kUnit)
-                                      : w13_at(position, 0);
+      const int64_t step = columns_at_once(p.w13, rows, end - begin);
+      const W* after = then.units > 0
+                           ? w13_at(p.plan.by_size[then.row], parts() * then.first * kUnit)
+                           : w13_at(position, 0);
       for (int64_t column = begin; column < end; column += step) {
         const int64_t n = least(step, end - column);
-        gate_up(position, column, n, column + n < end ? w13_at(position, parts() * (column + n)) : after, local);
+        gate_up(position, column, n,
+                column + n < end ? w13_at(position, parts() * (column + n)) : after, local);
       }
     }
   }
@@ -300,7 +325,8 @@ struct Run {
   // Columns [column, column + n) of h for every row of the expert.
   void gate_up(int64_t position, int64_t column, int64_t n, const W* after, Local& local) {
     const X* rows[kRowsPerBlock + kTileM];
-    const int64_t up = p.I + column, stride = 2 * n, bias = p.plan.expert[position] * p.b13_stride_e;
+    const int64_t up = p.I + column, stride = 2 * n,
+                  bias = p.plan.expert[position] * p.b13_stride_e;
     const W* w = w13_at(position, parts() * column);
     const W* w_up = up_apart() ? w13_at(position, up) : nullptr;
     load_bias<D>(p.b13, p.dtype, bias + parts() * column, parts() * n, local.bias);
@@ -317,7 +343,8 @@ struct Run {
         const RowGroup<W> groups[1] = {{w, parts() * n, local.c}};
         gemm_block<D>(rows, M, p.w13, groups, p.H, stride, r == first, after, local);
       }
-      for (int m = 0; m < M; ++m) activate(local, local.c + m * stride, column, n, h + (r + m) * l.h_stride);
+      for (int m = 0; m < M; ++m)
+        activate(local, local.c + m * stride, column, n, h + (r + m) * l.h_stride);
     }
   }
 
@@ -347,8 +374,9 @@ struct Run {
       for (int64_t i = 0; i < p.T * acc_stride; i += kLanes) vstore(local.acc + i, vset(0.0f));
       for (int64_t e = 0; e < p.plan.num_active; ++e) {
         const int64_t rows = p.plan.offset[e + 1] - p.plan.offset[e];
-        const int64_t step = rows <= kRowsStreamed && p.w2.stride_col == 1 ? end - begin : kColumnsPerBlock;
-        const W* after = e + 1 < p.plan.num_active ? w2_at(e + 1, begin) : w2_at(0, then.first * kUnit);
+        const int64_t step = columns_at_once(p.w2, rows, end - begin);
+        const W* after =
+            e + 1 < p.plan.num_active ? w2_at(e + 1, begin) : w2_at(0, then.first * kUnit);
         for (int64_t column = begin; column < end; column += step) {
           const int64_t n = least(step, end - column);
           down(e, column, n, local.acc + (column - begin), acc_stride,
@@ -365,8 +393,8 @@ struct Run {
   }
 
   // Adds an expert's columns [column, column + n), weighted, to the sums of its tokens.
-  void down(int64_t position, int64_t column, int64_t n, float* acc, int64_t acc_stride, const W* after,
-            Local& local) {
+  void down(int64_t position, int64_t column, int64_t n, float* acc, int64_t acc_stride,
+            const W* after, Local& local) {
     const X* rows[kRowsPerBlock + kTileM];
     load_bias<D>(p.b2, p.dtype, p.plan.expert[position] * p.b2_stride_e + column, n, local.bias);
     const int64_t first = p.plan.offset[position], last = p.plan.offset[position + 1];
@@ -382,7 +410,8 @@ struct Run {
         const float* c = local.c + m * n;
         for (int64_t i = 0; i < n; i += kLanes) {
           const int k = static_cast<int>(least<int64_t>(kLanes, n - i));
-          vstore(sums + i, vfma(weight, vload(c + i, k) + vload(local.bias + i, k), vload(sums + i, k)), k);
+          vstore(sums + i,
+                 vfma(weight, vload(c + i, k) + vload(local.bias + i, k), vload(sums + i, k)), k);
         }
       }
     }
@@ -416,9 +445,12 @@ struct Run {
 template <class OfBf16, class F>
 auto with_dot(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kBF16: return f.template operator()<OfBf16>();
-    case DType::kFP16: return f.template operator()<Fma<Fp16>>();
-    case DType::kFP32: return f.template operator()<Fma<Fp32>>();
+    case DType::kBF16:
+      return f.template operator()<OfBf16>();
+    case DType::kFP16:
+      return f.template operator()<Fma<Fp16>>();
+    case DType::kFP32:
+      return f.template operator()<Fma<Fp32>>();
   }
   __builtin_unreachable();
 }
@@ -432,21 +464,23 @@ void probe_tile(int64_t n, int repeats) {
   const typename D::X* rows[kTileM];
   for (int i = 0; i < kTileM; ++i) rows[i] = x[i];
   for (int r = 0; r < repeats; ++r)
-    D::tile(kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512), static_cast<int>(n), c, kTileN, false, Ahead{nullptr, 0, 0, 0});
+    D::tile(kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512), static_cast<int>(n), c, kTileN,
+            false, Ahead{nullptr, 0, 0, 0});
 }
 
 template <class OfBf16>
 constexpr Kernels kernels(const char* name) {
-  return Kernels{name,
-                 [](const Problem& p, int64_t rows) {
-                   return with_dot<OfBf16>(p.dtype, [&]<class D>() { return make_layout<D>(p, rows).size; });
-                 },
-                 [](const Problem& p, char* scratch) {
-                   with_dot<OfBf16>(p.dtype, [&]<class D>() { Run<D>(p, scratch)(); });
-                 },
-                 [](int64_t multiply_adds) {
-                   probe_tile<OfBf16>(512, static_cast<int>(multiply_adds / (kTileM * kTileN * 512)));
-                 }};
+  return Kernels{
+      name,
+      [](const Problem& p, int64_t rows) {
+        return with_dot<OfBf16>(p.dtype, [&]<class D>() { return make_layout<D>(p, rows).size; });
+      },
+      [](const Problem& p, char* scratch) {
+        with_dot<OfBf16>(p.dtype, [&]<class D>() { Run<D>(p, scratch)(); });
+      },
+      [](int64_t multiply_adds) {
+        probe_tile<OfBf16>(512, static_cast<int>(multiply_adds / (kTileM * kTileN * 512)));
+      }};
 }
 
 }  // namespace CMOE_ISA

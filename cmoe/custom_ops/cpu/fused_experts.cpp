@@ -34,15 +34,22 @@ const NamedActivation& find_activation(c10::string_view name) {
 
 DType dtype_of(const at::Tensor& t) {
   switch (t.scalar_type()) {
-    case at::kBFloat16: return DType::kBF16;
-    case at::kHalf: return DType::kFP16;
-    case at::kFloat: return DType::kFP32;
-    default: TORCH_CHECK_VALUE(false, "the cpu kernels take bfloat16, float16, float32; got ", t.scalar_type());
+    case at::kBFloat16:
+      return DType::kBF16;
+    case at::kHalf:
+      return DType::kFP16;
+    case at::kFloat:
+      return DType::kFP32;
+    default:
+      TORCH_CHECK_VALUE(false, "the cpu kernels take bfloat16, float16, float32; got ",
+                        t.scalar_type());
   }
 }
 
 // The tensor itself where its rows or its columns are contiguous, else a contiguous copy.
-at::Tensor as_matrices(const at::Tensor& w) { return w.stride(2) == 1 || w.stride(1) == 1 ? w : w.contiguous(); }
+at::Tensor as_matrices(const at::Tensor& w) {
+  return w.stride(2) == 1 || w.stride(1) == 1 ? w : w.contiguous();
+}
 
 Matrices matrices_of(const at::Tensor& w) {
   // A dimension of one element may have any stride: rows of one column are taken as contiguous.
@@ -50,49 +57,55 @@ Matrices matrices_of(const at::Tensor& w) {
   return {w.const_data_ptr(), w.stride(0), w.stride(1), w.stride(2)};
 }
 
-void check_bias(const char* name, const std::optional<at::Tensor>& bias, const at::Tensor& x, int64_t E, int64_t N) {
+void check_bias(const char* name, const std::optional<at::Tensor>& bias, const at::Tensor& x,
+                int64_t E, int64_t N) {
   if (!bias.has_value()) return;
-  TORCH_CHECK_VALUE(bias->dim() == 2 && bias->size(0) == E && bias->size(1) == N, name, " must be [", E, ", ", N,
-                    "]; got ", bias->sizes());
-  TORCH_CHECK_VALUE(bias->scalar_type() == x.scalar_type(), name, " must be ", x.scalar_type(), " like x; got ",
-                    bias->scalar_type());
+  TORCH_CHECK_VALUE(bias->dim() == 2 && bias->size(0) == E && bias->size(1) == N, name,
+                    " must be [", E, ", ", N, "]; got ", bias->sizes());
+  TORCH_CHECK_VALUE(bias->scalar_type() == x.scalar_type(), name, " must be ", x.scalar_type(),
+                    " like x; got ", bias->scalar_type());
 }
 
-void check(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2, const at::Tensor& topk_weights,
-           const at::Tensor& topk_ids, const std::optional<at::Tensor>& expert_map, const NamedActivation& activation,
+void check(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
+           const at::Tensor& topk_weights, const at::Tensor& topk_ids,
+           const std::optional<at::Tensor>& expert_map, const NamedActivation& activation,
            bool weight_on_input) {
   TORCH_CHECK_VALUE(x.dim() == 2 && w13.dim() == 3 && w2.dim() == 3,
-                    "fused_experts needs x [T, H], w13 [E, N, H], w2 [E, H, I]; got ", x.sizes(), ", ", w13.sizes(),
-                    ", ", w2.sizes());
+                    "fused_experts needs x [T, H], w13 [E, N, H], w2 [E, H, I]; got ", x.sizes(),
+                    ", ", w13.sizes(), ", ", w2.sizes());
   const int64_t E = w2.size(0), H = w2.size(1), I = w2.size(2), N = activation.gated ? 2 * I : I;
-  TORCH_CHECK_VALUE(w13.size(0) == E && w13.size(1) == N && w13.size(2) == H, "w13 must be [", E, ", ", N, ", ", H,
-                    "] for w2 ", w2.sizes(), " with activation '", activation.name, "'; got ", w13.sizes());
-  TORCH_CHECK_VALUE(x.size(1) == H, "x must be [T, ", H, "] for w2 ", w2.sizes(), "; got ", x.sizes());
+  TORCH_CHECK_VALUE(w13.size(0) == E && w13.size(1) == N && w13.size(2) == H, "w13 must be [", E,
+                    ", ", N, ", ", H, "] for w2 ", w2.sizes(), " with activation '",
+                    activation.name, "'; got ", w13.sizes());
+  TORCH_CHECK_VALUE(x.size(1) == H, "x must be [T, ", H, "] for w2 ", w2.sizes(), "; got ",
+                    x.sizes());
   TORCH_CHECK_VALUE(x.scalar_type() == w13.scalar_type() && x.scalar_type() == w2.scalar_type(),
-                    "x, w13, w2 must share a dtype; got ", x.scalar_type(), ", ", w13.scalar_type(), ", ",
-                    w2.scalar_type());
+                    "x, w13, w2 must share a dtype; got ", x.scalar_type(), ", ", w13.scalar_type(),
+                    ", ", w2.scalar_type());
   TORCH_CHECK_VALUE(topk_ids.dim() == 2 && topk_ids.size(0) == x.size(0),
-                    "topk_ids must be [T, K] with a row for each row of x ", x.sizes(), "; got ", topk_ids.sizes());
+                    "topk_ids must be [T, K] with a row for each row of x ", x.sizes(), "; got ",
+                    topk_ids.sizes());
   TORCH_CHECK_VALUE(topk_ids.scalar_type() == at::kInt || topk_ids.scalar_type() == at::kLong,
                     "topk_ids must be int32 or int64, got ", topk_ids.scalar_type());
   TORCH_CHECK_VALUE(topk_weights.sizes() == topk_ids.sizes(), "topk_weights ", topk_weights.sizes(),
                     " and topk_ids ", topk_ids.sizes(), " must have the same shape");
   TORCH_CHECK_VALUE(topk_weights.scalar_type() == at::kFloat, "topk_weights must be float32, got ",
                     topk_weights.scalar_type());
-  TORCH_CHECK_VALUE(!weight_on_input || topk_ids.size(1) == 1, "apply_router_weight_on_input needs top_k = 1, got ",
-                    topk_ids.size(1));
+  TORCH_CHECK_VALUE(!weight_on_input || topk_ids.size(1) == 1,
+                    "apply_router_weight_on_input needs top_k = 1, got ", topk_ids.size(1));
   if (expert_map.has_value())
-    TORCH_CHECK_VALUE(expert_map->dim() == 1 && expert_map->scalar_type() == at::kInt && expert_map->is_contiguous(),
-                      "expert_map must be a contiguous int32 [P]; got ", expert_map->scalar_type(), " ",
-                      expert_map->sizes());
+    TORCH_CHECK_VALUE(expert_map->dim() == 1 && expert_map->scalar_type() == at::kInt &&
+                          expert_map->is_contiguous(),
+                      "expert_map must be a contiguous int32 [P]; got ", expert_map->scalar_type(),
+                      " ", expert_map->sizes());
 }
 
 template <class Id>
-bool build_plan(PlanBuffers& plan, const at::Tensor& topk_weights, const at::Tensor& topk_ids, const int32_t* map,
-                int64_t num_ids, int64_t E) {
+bool build_plan(PlanBuffers& plan, const at::Tensor& topk_weights, const at::Tensor& topk_ids,
+                const int32_t* map, int64_t num_ids, int64_t E) {
   return plan.build(topk_ids.const_data_ptr<Id>(), topk_ids.stride(0), topk_ids.stride(1),
-                    topk_weights.const_data_ptr<float>(), topk_weights.stride(0), topk_weights.stride(1),
-                    topk_ids.size(0), topk_ids.size(1), map, num_ids, E);
+                    topk_weights.const_data_ptr<float>(), topk_weights.stride(0),
+                    topk_weights.stride(1), topk_ids.size(0), topk_ids.size(1), map, num_ids, E);
 }
 
 Slots& slots() {
@@ -102,9 +115,12 @@ Slots& slots() {
 
 at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::Tensor& w2_,
                          const at::Tensor& topk_weights, const at::Tensor& topk_ids,
-                         const std::optional<at::Tensor>& w13_bias, const std::optional<at::Tensor>& w2_bias,
-                         const std::optional<at::Tensor>& expert_map, c10::string_view activation_name, double alpha,
-                         std::optional<double> limit, bool interleaved, bool apply_router_weight_on_input) {
+                         const std::optional<at::Tensor>& w13_bias,
+                         const std::optional<at::Tensor>& w2_bias,
+                         const std::optional<at::Tensor>& expert_map,
+                         c10::string_view activation_name, double alpha,
+                         std::optional<double> limit, bool interleaved,
+                         bool apply_router_weight_on_input) {
   const NamedActivation& activation = find_activation(activation_name);
   check(x, w13_, w2_, topk_weights, topk_ids, expert_map, activation, apply_router_weight_on_input);
   const int64_t E = w2_.size(0), H = w2_.size(1), I = w2_.size(2);
@@ -115,14 +131,16 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::
   auto slot = slots().lease();
   const int64_t num_ids = expert_map.has_value() ? expert_map->size(0) : E;
   const int32_t* map = expert_map.has_value() ? expert_map->const_data_ptr<int32_t>() : nullptr;
-  const bool in_range = topk_ids.scalar_type() == at::kInt
-                            ? build_plan<int32_t>(slot->plan, topk_weights, topk_ids, map, num_ids, E)
-                            : build_plan<int64_t>(slot->plan, topk_weights, topk_ids, map, num_ids, E);
-  TORCH_CHECK_VALUE(in_range || slot->plan.first_bad < 0, "topk_ids must be in [-1, ", num_ids, "); got ",
-                    slot->plan.bad_id);
+  const bool in_range =
+      topk_ids.scalar_type() == at::kInt
+          ? build_plan<int32_t>(slot->plan, topk_weights, topk_ids, map, num_ids, E)
+          : build_plan<int64_t>(slot->plan, topk_weights, topk_ids, map, num_ids, E);
+  TORCH_CHECK_VALUE(in_range || slot->plan.first_bad < 0, "topk_ids must be in [-1, ", num_ids,
+                    "); got ", slot->plan.bad_id);
   TORCH_CHECK_VALUE(in_range, "expert_map must be in [-1, ", E, "); got ", slot->plan.bad_id);
 
-  at::Tensor out = at::empty({x.size(0), H}, x.options().memory_format(at::MemoryFormat::Contiguous));
+  at::Tensor out =
+      at::empty({x.size(0), H}, x.options().memory_format(at::MemoryFormat::Contiguous));
   if (out.numel() == 0) return out;
   const at::Tensor w13 = as_matrices(w13_), w2 = as_matrices(w2_);
   const at::Tensor b13 = w13_bias.has_value() && w13_bias->size(1) > 1 && w13_bias->stride(1) != 1
@@ -165,11 +183,15 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::
   return out;
 }
 
-// The formula for a call's scratch, in bytes: what `slot->reserve` is asked for when every row has an expert.
-int64_t fused_experts_scratch_bytes(int64_t tokens, int64_t top_k, int64_t hidden, int64_t intermediate,
-                                    at::ScalarType dtype, bool as_lies, bool transposed, int64_t threads) {
+// The formula for a call's scratch, in bytes: what `slot->reserve` is asked for when every row has
+// an expert.
+int64_t fused_experts_scratch_bytes(int64_t tokens, int64_t top_k, int64_t hidden,
+                                    int64_t intermediate, at::ScalarType dtype, bool as_lies,
+                                    bool transposed, int64_t threads) {
   Problem p;
-  p.dtype = dtype == at::kBFloat16 ? DType::kBF16 : dtype == at::kHalf ? DType::kFP16 : DType::kFP32;
+  p.dtype = dtype == at::kBFloat16 ? DType::kBF16
+            : dtype == at::kHalf   ? DType::kFP16
+                                   : DType::kFP32;
   p.T = tokens;
   p.H = hidden;
   p.I = intermediate;
@@ -191,8 +213,8 @@ std::vector<std::string> kernel_sets() {
 
 std::string use_kernel_set(c10::string_view name) {
   const std::string before = current_kernels().name;
-  TORCH_CHECK_VALUE(use_kernels(std::string(name)), "no kernel set '", name, "' runs here; choose auto or one of ",
-                    kernel_sets());
+  TORCH_CHECK_VALUE(use_kernels(std::string(name)), "no kernel set '", name,
+                    "' runs here; choose auto or one of ", kernel_sets());
   return before;
 }
 

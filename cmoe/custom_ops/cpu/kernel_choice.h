@@ -1,4 +1,5 @@
-// Which kernel set runs: by what the processor says it has, then by what it turns out to be fast at.
+// Which kernel set runs: by what the processor says it has, then by what it turns out to be fast
+// at.
 #pragma once
 
 #include <string>

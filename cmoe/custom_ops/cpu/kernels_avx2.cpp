@@ -1,8 +1,7 @@
 // The kernel set for AVX2 with FMA and F16C.
 #define CMOE_ISA avx2
 #include "vec_avx2.h"
-
-#include "engine.h"
+#include "engine.h"  // after the vectors that it is written in
 
 namespace cmoe {
 extern const Kernels kAvx2;

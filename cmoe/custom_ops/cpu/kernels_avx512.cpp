@@ -1,8 +1,7 @@
 // The kernel set for AVX-512 with fp32 FMA.
 #define CMOE_ISA avx512
 #include "vec_avx512.h"
-
-#include "engine.h"
+#include "engine.h"  // after the vectors that it is written in
 
 namespace cmoe {
 extern const Kernels kAvx512;

@@ -2,8 +2,7 @@
 #define CMOE_ISA avx512_bf16
 #define CMOE_NATIVE_BF16
 #include "vec_avx512.h"
-
-#include "engine.h"
+#include "engine.h"  // after the vectors that it is written in
 
 namespace cmoe {
 extern const Kernels kAvx512Bf16;

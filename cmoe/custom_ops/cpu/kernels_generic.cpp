@@ -1,8 +1,7 @@
 // The kernel set for any machine.
 #define CMOE_ISA generic
 #include "vec_generic.h"
-
-#include "engine.h"
+#include "engine.h"  // after the vectors that it is written in
 
 namespace cmoe {
 extern const Kernels kGeneric;

@@ -1,4 +1,5 @@
-// The kernels' threads: those of torch, through its own entry point, so that no second pool appears.
+// The kernels' threads: those of torch, through its own entry point, so that no second pool
+// appears.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -20,6 +21,8 @@ inline void each_torch_thread(int count, void (*f)(int thread, void* context), v
   TORCH_CHECK(torch_parallel_for(0, count, 1, range, &call) == 0, "torch_parallel_for failed");
 }
 
-inline Threads torch_threads() { return {at::in_parallel_region() ? 1 : at::get_num_threads(), each_torch_thread}; }
+inline Threads torch_threads() {
+  return {at::in_parallel_region() ? 1 : at::get_num_threads(), each_torch_thread};
+}
 
 }  // namespace cmoe

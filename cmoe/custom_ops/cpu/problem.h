@@ -1,7 +1,8 @@
 // The plain-C++ statement of one fused_experts call: what the op hands to a kernel set.
 //
-// Nothing here knows torch, so that the kernels also build into a bare driver (sanitizers, disassembly).
-// Shapes: T tokens, K experts per token, R = T*K routed rows, H hidden, I intermediate, E local experts.
+// Nothing here knows torch, so that the kernels also build into a bare driver (sanitizers,
+// disassembly). Shapes: T tokens, K experts per token, R = T*K routed rows, H hidden, I
+// intermediate, E local experts.
 #pragma once
 
 #include <cstddef>
@@ -20,26 +21,26 @@ enum class Activation : int { kSilu = 0, kGelu, kGeluTanh, kRelu2, kSwigluOai };
 
 inline size_t dtype_bytes(DType t) { return t == DType::kFP32 ? 4 : 2; }
 
-// A stack of matrices [E, rows, cols]; strides in elements. Either stride_col == 1 (checkpoint layout) or
-// stride_row == 1 (the transposed view of [E, cols, rows] storage).
+// A stack of matrices [E, rows, cols]; strides in elements. Either stride_col == 1 (checkpoint
+// layout) or stride_row == 1 (the transposed view of [E, cols, rows] storage).
 struct Matrices {
   const void* data = nullptr;
   int64_t stride_e = 0, stride_row = 0, stride_col = 0;
 };
 
-// Which rows go to which expert. Experts ascend, so that a token's contributions are summed in an order that
-// only its own ids decide, never the rest of the batch.
+// Which rows go to which expert. Experts ascend, so that a token's contributions are summed in an
+// order that only its own ids decide, never the rest of the batch.
 struct Plan {
-  int64_t num_active = 0;     // experts with at least one row
-  const int32_t* expert;      // [num_active] local expert, ascending
-  const int64_t* offset;      // [num_active + 1] first row of each in the arrays below
-  const int32_t* by_size;     // [num_active] positions in `expert`, most rows first
-  const int32_t* token;       // [rows] token of each routed row
-  const float* weight;        // [rows] router weight of each routed row
+  int64_t num_active = 0;  // experts with at least one row
+  const int32_t* expert;   // [num_active] local expert, ascending
+  const int64_t* offset;   // [num_active + 1] first row of each in the arrays below
+  const int32_t* by_size;  // [num_active] positions in `expert`, most rows first
+  const int32_t* token;    // [rows] token of each routed row
+  const float* weight;     // [rows] router weight of each routed row
 };
 
-// The caller's threads: `each` calls f(thread, context) once for every thread in [0, count) and returns when all
-// are done. Calls may follow each other on one thread: no call waits for another.
+// The caller's threads: `each` calls f(thread, context) once for every thread in [0, count) and
+// returns when all are done. Calls may follow each other on one thread: no call waits for another.
 struct Threads {
   int count = 1;
   void (*each)(int count, void (*f)(int thread, void* context), void* context) = nullptr;
@@ -50,9 +51,9 @@ struct Problem {
   int64_t T = 0, H = 0, I = 0;
   const void* x = nullptr;  // [T, H]
   int64_t x_stride_row = 0, x_stride_col = 1;
-  Matrices w13, w2;             // [E, N13, H], [E, H, I]
-  const void* b13 = nullptr;    // [E, N13] or null
-  const void* b2 = nullptr;     // [E, H] or null
+  Matrices w13, w2;           // [E, N13, H], [E, H, I]
+  const void* b13 = nullptr;  // [E, N13] or null
+  const void* b2 = nullptr;   // [E, H] or null
   int64_t b13_stride_e = 0, b2_stride_e = 0;
   bool gated = true;
   bool interleaved = false;  // gate and up rows alternate, gate first; only if gated

@@ -55,12 +55,14 @@ void softmax(const float* x, int64_t n, float* p) {
 
 void score(const Router& r, const float* x, float* scores) {
   switch (r.scoring) {
-    case Scoring::kSoftmax: return softmax(x, r.E, scores);
+    case Scoring::kSoftmax:
+      return softmax(x, r.E, scores);
     case Scoring::kSigmoid:
       for (int64_t e = 0; e < r.E; ++e) scores[e] = 1.0f / (1.0f + std::exp(-x[e]));
       return;
     case Scoring::kSqrtSoftplus:
-      for (int64_t e = 0; e < r.E; ++e) scores[e] = std::sqrt(x[e] > 20.0f ? x[e] : std::log1p(std::exp(x[e])));
+      for (int64_t e = 0; e < r.E; ++e)
+        scores[e] = std::sqrt(x[e] > 20.0f ? x[e] : std::log1p(std::exp(x[e])));
       return;
   }
 }
@@ -99,7 +101,8 @@ void route_row(const Router& r, const Logit* logits, Rows& rows, float* weights,
   const float* choice = rows.x.data();
   if (r.bias != nullptr || r.groups > 1) {
     rows.choice.resize(r.E);
-    for (int64_t e = 0; e < r.E; ++e) rows.choice[e] = r.bias != nullptr ? scores[e] + r.bias[e] : rows.x[e];
+    for (int64_t e = 0; e < r.E; ++e)
+      rows.choice[e] = r.bias != nullptr ? scores[e] + r.bias[e] : rows.x[e];
     if (r.groups > 1) keep_best_groups(r, rows);
     choice = rows.choice.data();
   }
@@ -128,12 +131,15 @@ void route_all(const Router& r, const at::Tensor& logits, float* weights, int32_
   Threads threads = torch_threads();
   const int64_t worth = std::max<int64_t>(1, logits.numel() / kLogitsWorthAThread);
   threads.count = static_cast<int>(std::min<int64_t>(threads.count, worth));
-  Call call{r, logits.const_data_ptr<Logit>(), logits.size(0), logits.stride(0), threads.count, weights, ids};
+  Call call{
+      r,  logits.const_data_ptr<Logit>(), logits.size(0), logits.stride(0), threads.count, weights,
+      ids};
   auto part = [](int thread, void* context) {
     const Call& c = *static_cast<const Call*>(context);
     static thread_local Rows rows;
     for (int64_t t = c.T * thread / c.count; t < c.T * (thread + 1) / c.count; ++t)
-      route_row(c.r, c.logits + t * c.stride, rows, c.weights + t * c.r.top_k, c.ids + t * c.r.top_k);
+      route_row(c.r, c.logits + t * c.stride, rows, c.weights + t * c.r.top_k,
+                c.ids + t * c.r.top_k);
   };
   if (threads.count == 1) return part(0, &call);
   threads.each(threads.count, part, &call);
@@ -143,47 +149,65 @@ Scoring find_scoring(c10::string_view name) {
   if (name == "softmax") return Scoring::kSoftmax;
   if (name == "sigmoid") return Scoring::kSigmoid;
   if (name == "sqrtsoftplus") return Scoring::kSqrtSoftplus;
-  TORCH_CHECK_VALUE(false, "unknown scoring_func '", name, "'; choose one of softmax, sigmoid, sqrtsoftplus");
+  TORCH_CHECK_VALUE(false, "unknown scoring_func '", name,
+                    "'; choose one of softmax, sigmoid, sqrtsoftplus");
 }
 
-void check(const at::Tensor& logits, const std::optional<at::Tensor>& bias, int64_t top_k, int64_t groups,
-           int64_t topk_group) {
-  TORCH_CHECK_VALUE(logits.dim() == 2, "logits must be a float tensor [T, E]; got ", logits.scalar_type(), " ",
-                    logits.sizes());
+void check(const at::Tensor& logits, const std::optional<at::Tensor>& bias, int64_t top_k,
+           int64_t groups, int64_t topk_group) {
+  TORCH_CHECK_VALUE(logits.dim() == 2, "logits must be a float tensor [T, E]; got ",
+                    logits.scalar_type(), " ", logits.sizes());
   const int64_t E = logits.size(1);
-  TORCH_CHECK_VALUE(1 <= top_k && top_k <= E, "top_k (", top_k, ") must be between 1 and the ", E, " experts");
-  TORCH_CHECK_VALUE(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == E), "bias must be [", E, "], got ",
-                    bias->sizes());
-  TORCH_CHECK_VALUE(1 <= topk_group && topk_group <= groups && E % groups == 0, "num_expert_group (", groups,
-                    ") must divide the ", E, " experts and topk_group (", topk_group,
+  TORCH_CHECK_VALUE(1 <= top_k && top_k <= E, "top_k (", top_k, ") must be between 1 and the ", E,
+                    " experts");
+  TORCH_CHECK_VALUE(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == E), "bias must be [",
+                    E, "], got ", bias->sizes());
+  TORCH_CHECK_VALUE(1 <= topk_group && topk_group <= groups && E % groups == 0,
+                    "num_expert_group (", groups, ") must divide the ", E,
+                    " experts and topk_group (", topk_group,
                     ") must be between 1 and num_expert_group");
   TORCH_CHECK_VALUE(top_k <= topk_group * (E / groups), "top_k (", top_k, ") exceeds the ",
                     topk_group * (E / groups), " experts of topk_group (", topk_group, ") groups");
 }
 
-std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits_, const std::optional<at::Tensor>& bias_,
-                                         int64_t top_k, c10::string_view scoring_func, bool softmax_after_topk,
-                                         bool renormalize, int64_t num_expert_group, int64_t topk_group,
-                                         double scaling) {
+std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits_,
+                                         const std::optional<at::Tensor>& bias_, int64_t top_k,
+                                         c10::string_view scoring_func, bool softmax_after_topk,
+                                         bool renormalize, int64_t num_expert_group,
+                                         int64_t topk_group, double scaling) {
   const Scoring scoring = find_scoring(scoring_func);
   check(logits_, bias_, top_k, num_expert_group, topk_group);
-  const at::Tensor logits = logits_.size(1) > 1 && logits_.stride(1) != 1 ? logits_.contiguous() : logits_;
+  const at::Tensor logits =
+      logits_.size(1) > 1 && logits_.stride(1) != 1 ? logits_.contiguous() : logits_;
   at::Tensor bias;
   if (bias_.has_value()) bias = bias_->to(at::kFloat).contiguous();
   const int64_t T = logits.size(0);
   at::Tensor weights = at::empty({T, top_k}, logits.options().dtype(at::kFloat));
   at::Tensor ids = at::empty({T, top_k}, logits.options().dtype(at::kInt));
-  const Router r{logits.size(1), top_k,       num_expert_group,
-                 topk_group,     scoring,     softmax_after_topk,
-                 renormalize,    static_cast<float>(scaling), bias.defined() ? bias.const_data_ptr<float>() : nullptr};
+  const Router r{logits.size(1),
+                 top_k,
+                 num_expert_group,
+                 topk_group,
+                 scoring,
+                 softmax_after_topk,
+                 renormalize,
+                 static_cast<float>(scaling),
+                 bias.defined() ? bias.const_data_ptr<float>() : nullptr};
   float* w = weights.mutable_data_ptr<float>();
   int32_t* i = ids.mutable_data_ptr<int32_t>();
   switch (logits.scalar_type()) {
-    case at::kFloat: route_all<float>(r, logits, w, i); break;
-    case at::kBFloat16: route_all<c10::BFloat16>(r, logits, w, i); break;
-    case at::kHalf: route_all<c10::Half>(r, logits, w, i); break;
+    case at::kFloat:
+      route_all<float>(r, logits, w, i);
+      break;
+    case at::kBFloat16:
+      route_all<c10::BFloat16>(r, logits, w, i);
+      break;
+    case at::kHalf:
+      route_all<c10::Half>(r, logits, w, i);
+      break;
     default:
-      TORCH_CHECK_VALUE(false, "the cpu kernels route bfloat16, float16, float32 logits; got ", logits.scalar_type());
+      TORCH_CHECK_VALUE(false, "the cpu kernels route bfloat16, float16, float32 logits; got ",
+                        logits.scalar_type());
   }
   return {weights, ids};
 }

@@ -18,11 +18,12 @@ struct PlanBuffers {
   std::vector<float> weight;
   int64_t first_bad = 0, bad_id = 0;
 
-  // ids [rows] with -1 for "none"; an id is a local expert, or an index into `map` [num_ids] where given.
-  // Returns false, with first_bad and bad_id set, where an id is outside [-1, num_ids).
+  // ids [rows] with -1 for "none"; an id is a local expert, or an index into `map` [num_ids] where
+  // given. Returns false, with first_bad and bad_id set, where an id is outside [-1, num_ids).
   template <class Id>
-  bool build(const Id* ids, int64_t ids_stride_t, int64_t ids_stride_k, const float* weights, int64_t w_stride_t,
-             int64_t w_stride_k, int64_t T, int64_t K, const int32_t* map, int64_t num_ids, int64_t E) {
+  bool build(const Id* ids, int64_t ids_stride_t, int64_t ids_stride_k, const float* weights,
+             int64_t w_stride_t, int64_t w_stride_k, int64_t T, int64_t K, const int32_t* map,
+             int64_t num_ids, int64_t E) {
     count.assign(E, 0);
     local.resize(T * K);
     for (int64_t t = 0, r = 0; t < T; ++t) {

@@ -25,20 +25,25 @@ inline V vfma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (
 inline VI vround(V a) { return (VI)_mm512_cvtps_epi32((__m512)a); }
 inline V vfloat(VI a) { return (V)_mm512_cvtepi32_ps((__m512i)a); }
 
-// 2 * kLanes values of 16 bits; half<0> and half<1> of bf16 are the even and the odd ones, of fp16 the first and
-// the second kLanes.
+// 2 * kLanes values of 16 bits; half<0> and half<1> of bf16 are the even and the odd ones, of fp16
+// the first and the second kLanes.
 inline __m512i load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
-inline __m512i load_pairs(const uint16_t* p, int n) { return _mm512_maskz_loadu_epi16(pairs_mask(n), p); }
+inline __m512i load_pairs(const uint16_t* p, int n) {
+  return _mm512_maskz_loadu_epi16(pairs_mask(n), p);
+}
 inline V bf16_even(__m512i a) { return (V)_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
 inline V bf16_odd(__m512i a) {
-  return (V)_mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  return (V)_mm512_castsi512_ps(
+      _mm512_and_si512(a, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
 inline V widen_bf16(__m256i a) {
   return (V)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(a), 16));
 }
 inline V load_bf16(const uint16_t* p) { return widen_bf16(_mm256_loadu_si256((const __m256i*)p)); }
-inline V load_bf16(const uint16_t* p, int n) { return widen_bf16(_mm256_maskz_loadu_epi16(lanes_mask(n), p)); }
+inline V load_bf16(const uint16_t* p, int n) {
+  return widen_bf16(_mm256_maskz_loadu_epi16(lanes_mask(n), p));
+}
 inline __m256i to_bf16(V a) {  // to nearest even; a NaN stays one
   const __m512i u = _mm512_castps_si512((__m512)a);
   const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -47,15 +52,19 @@ inline __m256i to_bf16(V a) {  // to nearest even; a NaN stays one
   const __m512i quiet = _mm512_or_si512(u, _mm512_set1_epi32(0x00400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, quiet), 16));
 }
-inline void store_bf16(uint16_t* p, V a, int n) { _mm256_mask_storeu_epi16(p, lanes_mask(n), to_bf16(a)); }
+inline void store_bf16(uint16_t* p, V a, int n) {
+  _mm256_mask_storeu_epi16(p, lanes_mask(n), to_bf16(a));
+}
 
-inline V load_fp16(const uint16_t* p) { return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline V load_fp16(const uint16_t* p) {
+  return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
 inline V load_fp16(const uint16_t* p, int n) {
   return (V)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes_mask(n), p));
 }
 inline void store_fp16(uint16_t* p, V a, int n) {
-  _mm256_mask_storeu_epi16(p, lanes_mask(n),
-                           _mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm256_mask_storeu_epi16(
+      p, lanes_mask(n), _mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 // The lanes of an accumulator are summed by one tree: lane i and i+8, then i+4, i+2, i+1.
@@ -69,15 +78,16 @@ inline __m512 fold4(__m512 a, __m512 b) {
 }
 inline __m512 fold2(__m512 a, __m512 b) {
   const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
-  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
 }
 inline __m512 fold1(__m512 a, __m512 b) {
   return _mm512_add_ps(_mm512_shuffle_ps(a, b, _MM_SHUFFLE(2, 0, 2, 0)),
                        _mm512_shuffle_ps(a, b, _MM_SHUFFLE(3, 1, 3, 1)));
 }
 
-// c[i * stride + j] (+)= sum of the lanes of acc[i][j]: four rows by four columns pass through one transposing
-// tree. A missing row or column repeats its neighbour, which the compiler folds away.
+// c[i * stride + j] (+)= sum of the lanes of acc[i][j]: four rows by four columns pass through one
+// transposing tree. A missing row or column repeats its neighbour, which the compiler folds away.
 template <int J, int MT, int NT>
 CMOE_INLINE void reduce_columns(const V (&acc)[MT][NT], float* c, int64_t stride, bool add) {
   static_assert(MT <= 4, "the tree folds four rows");
@@ -85,7 +95,9 @@ CMOE_INLINE void reduce_columns(const V (&acc)[MT][NT], float* c, int64_t stride
   auto at = [&](int i, int j) CMOE_LAMBDA {
     return (__m512)acc[i < MT ? i : MT - 1][J + (j < kCols ? j : kCols - 1)];
   };
-  auto column = [&](int j) CMOE_LAMBDA { return fold4(fold8(at(0, j), at(1, j)), fold8(at(2, j), at(3, j))); };
+  auto column = [&](int j) CMOE_LAMBDA {
+    return fold4(fold8(at(0, j), at(1, j)), fold8(at(2, j), at(3, j)));
+  };
   const __m512 sum = fold1(fold2(column(0), column(1)), fold2(column(2), column(3)));
   const __m128 row[4] = {_mm512_castps512_ps128(sum), _mm512_extractf32x4_ps(sum, 1),
                          _mm512_extractf32x4_ps(sum, 2), _mm512_extractf32x4_ps(sum, 3)};

@@ -67,7 +67,8 @@ inline void store_bf16(uint16_t* p, V a) {
   const VU rounded = u + 0x7fffu + ((u >> 16) & 1u);
   store_u16(p, (a == a ? rounded : (u | 0x00400000u)) >> 16);
 }
-// Scaling by 2^112 turns the exponent of a half, moved into place, into that of a float, subnormals included.
+// Scaling by 2^112 turns the exponent of a half, moved into place, into that of a float, subnormals
+// included.
 inline V load_fp16(const uint16_t* p) {
   const VU u = load_u16(p);
   const V scaled = (V)((u & 0x7fffu) << 13) * vset(0x1p112f);
@@ -80,7 +81,8 @@ inline void store_fp16(uint16_t* p, V a) {
   const V magnitude = (V)(w & 0x7fffffffu);
   VU bias = twice & 0xff000000u;
   bias = bias < 0x71000000u ? VU{} + 0x71000000u : bias;
-  const VU bits = (VU)((V)((bias >> 1) + 0x07800000u) + magnitude * vset(0x1p112f) * vset(0x1p-110f));
+  const VU bits =
+      (VU)((V)((bias >> 1) + 0x07800000u) + magnitude * vset(0x1p112f) * vset(0x1p-110f));
   const VU finite = ((bits >> 13) & 0x7c00u) + (bits & 0x0fffu);
   store_u16(p, ((w >> 16) & 0x8000u) | (twice > 0xff000000u ? VU{} + 0x7e00u : finite));
 }

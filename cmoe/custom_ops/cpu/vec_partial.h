@@ -18,14 +18,18 @@ struct Padded {
   }
 };
 
-inline V vload(const float* p, int n) { return n >= kLanes ? vload(p) : vload(Padded<float, kLanes>(p, n).e); }
+inline V vload(const float* p, int n) {
+  return n >= kLanes ? vload(p) : vload(Padded<float, kLanes>(p, n).e);
+}
 inline void vstore(float* p, V a, int n) {
   if (n >= kLanes) return vstore(p, a);
   Padded<float, kLanes> t;
   vstore(t.e, a);
   t.copy(p, n);
 }
-inline auto load_pairs(const uint16_t* p, int n) { return load_pairs(Padded<uint16_t, 2 * kLanes>(p, n).e); }
+inline auto load_pairs(const uint16_t* p, int n) {
+  return load_pairs(Padded<uint16_t, 2 * kLanes>(p, n).e);
+}
 inline V load_bf16(const uint16_t* p, int n) {
   return n >= kLanes ? load_bf16(p) : load_bf16(Padded<uint16_t, kLanes>(p, n).e);
 }

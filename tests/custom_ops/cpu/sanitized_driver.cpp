@@ -1,4 +1,5 @@
-// Random calls of every kernel set against a plain loop, with every tensor between pages that fault.
+// Random calls of every kernel set against a plain loop, with every tensor between pages that
+// fault.
 //
 // For a build under a sanitizer. Sanitizers do not see masked vector loads; the guard pages do.
 #include <sys/mman.h>
@@ -31,7 +32,8 @@ class Guarded {
     const size_t inner = (bytes + page - 1) / page * page;
     size_ = inner + 2 * page;
     base_ = static_cast<char*>(mmap(nullptr, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED || mprotect(base_ + page, inner, PROT_READ | PROT_WRITE) != 0) std::abort();
+    if (base_ == MAP_FAILED || mprotect(base_ + page, inner, PROT_READ | PROT_WRITE) != 0)
+      std::abort();
     data_ = uniform(0, 3) == 0 ? base_ + page : base_ + page + inner - bytes;
   }
   Guarded(const Guarded&) = delete;
@@ -54,7 +56,8 @@ float get(DType dtype, const char* p, int64_t i) {
     return f;
   }
   const int exponent = (h >> 10) & 31, fraction = h & 1023;
-  const float f = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+  const float f =
+      exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
   return h & 0x8000 ? -f : f;
 }
 
@@ -70,7 +73,8 @@ void fill(DType dtype, char* p, int64_t n) {
     std::memcpy(&u, &f, 4);
     uint16_t h = static_cast<uint16_t>(u >> 16);
     if (dtype == DType::kFP16 && f != 0)
-      h = static_cast<uint16_t>((u >> 16 & 0x8000) | (((u >> 23 & 255) - 112) << 10) | (u >> 13 & 1023));
+      h = static_cast<uint16_t>((u >> 16 & 0x8000) | (((u >> 23 & 255) - 112) << 10) |
+                                (u >> 13 & 1023));
     reinterpret_cast<uint16_t*>(p)[i] = h;
   }
 }
@@ -94,7 +98,8 @@ bool one_call(const Kernels& kernels, int seed) {
   const int64_t N = gated ? 2 * I : I;
   const size_t b = dtype_bytes(dtype);
 
-  Guarded x(T * H * b), w13(E * N * H * b), w2(E * H * I * b), b13(E * N * b), b2(E * H * b), out(T * H * b);
+  Guarded x(T * H * b), w13(E * N * H * b), w2(E * H * I * b), b13(E * N * b), b2(E * H * b),
+      out(T * H * b);
   fill(dtype, x.data(), T * H);
   fill(dtype, w13.data(), E * N * H);
   fill(dtype, w2.data(), E * H * I);
@@ -138,7 +143,8 @@ bool one_call(const Kernels& kernels, int seed) {
   std::free(scratch);
 
   auto at = [&](const Matrices& m, int64_t e, int64_t row, int64_t column) {
-    return get(dtype, static_cast<const char*>(m.data), e * m.stride_e + row * m.stride_row + column * m.stride_col);
+    return get(dtype, static_cast<const char*>(m.data),
+               e * m.stride_e + row * m.stride_row + column * m.stride_col);
   };
   double worst = 0, largest = 1;
   std::vector<double> h(I), y(H);
@@ -154,7 +160,8 @@ bool one_call(const Kernels& kernels, int seed) {
         for (int j = 0; j < (gated ? 2 : 1); ++j) {
           part[j] = bias ? get(dtype, b13.data(), e * N + row[j]) : 0.0;
           for (int64_t c = 0; c < H; ++c)
-            part[j] += at(p.w13, e, row[j], c) * get(dtype, x.data(), t * H + c) * (weight_on_input ? weight : 1.0);
+            part[j] += at(p.w13, e, row[j], c) * get(dtype, x.data(), t * H + c) *
+                       (weight_on_input ? weight : 1.0);
         }
         h[i] = silu(part[0]) * part[1];
       }
@@ -170,12 +177,13 @@ bool one_call(const Kernels& kernels, int seed) {
       largest = std::fmax(largest, std::fabs(y[c]));
     }
   }
-  // Two roundings to the format (h, the result), some more where the weight scales x: sixteen steps.
+  // Two roundings to the format (h, the result), some more where the weight scales x: sixteen
+  // steps.
   const double step = dtype == DType::kBF16 ? 0x1p-8 : dtype == DType::kFP16 ? 0x1p-11 : 0x1p-20;
   const bool good = worst <= 16 * step * largest;
   if (!good)
-    std::printf("%s seed %d: error %g of %g (dtype %d T %ld E %ld K %ld H %ld I %ld turned %d)\n", kernels.name, seed,
-                worst, largest, static_cast<int>(dtype), T, E, K, H, I, turned);
+    std::printf("%s seed %d: error %g of %g (dtype %d T %ld E %ld K %ld H %ld I %ld turned %d)\n",
+                kernels.name, seed, worst, largest, static_cast<int>(dtype), T, E, K, H, I, turned);
   return good;
 }
 
