@@ -104,9 +104,13 @@ void transpose_block(const W* from, int64_t stride_col, int64_t rows, int64_t kn
     int64_t n = 0;
     for (; n + kSide <= rows; n += kSide) {
       Q a[kSide], b[kSide];
-      for (int i = 0; i < kSide; ++i) __builtin_memcpy(&a[i], from + (k + i) * stride_col + n, 16);
+#pragma GCC unroll 8
+      for (int i = 0; i < kSide; ++i)
+        __builtin_memcpy(&a[i], from + (k + i) * stride_col + n, 16);
       // log2(kSide) perfect shuffles of the rows transpose the square.
+#pragma GCC unroll 3
       for (int step = 1; step < kSide; step *= 2) {
+#pragma GCC unroll 4
         for (int i = 0; i < kSide / 2; ++i) {
           const Q x = a[i], y = a[i + kSide / 2];
           if constexpr (kSide == 8) {
@@ -117,8 +121,10 @@ void transpose_block(const W* from, int64_t stride_col, int64_t rows, int64_t kn
             b[2 * i + 1] = __builtin_shufflevector(x, y, 2, 6, 3, 7);
           }
         }
+#pragma GCC unroll 8
         for (int i = 0; i < kSide; ++i) a[i] = b[i];
       }
+#pragma GCC unroll 8
       for (int i = 0; i < kSide; ++i) __builtin_memcpy(to + (n + i) * to_stride + k, &a[i], 16);
     }
     for (; n < rows; ++n)
