@@ -54,7 +54,9 @@ class Peer:
         for implementation in IMPLEMENTATIONS:
             self._try(Mode(implementation=implementation, compiled=False), times)
         for phase in (0, 1):
-            candidates = [mode for mode in times if mode.implementation in _CAN_COMPILE]
+            candidates = [
+                mode for mode in times if mode.implementation in _CAN_COMPILE and not mode.compiled
+            ]
             if candidates:
                 best = min(candidates, key=lambda mode: times[mode][phase])
                 compiled = Mode(implementation=best.implementation, compiled=True)

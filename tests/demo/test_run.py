@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from pathlib import Path
@@ -20,7 +21,10 @@ from tests.demo.test_seeded import TINY
 @pytest.mark.slow
 def test_from_end_to_end(tmp_path: Path) -> None:
     options = DemoOptions(
-        keep=tmp_path / "kept", num_tokens=4, num_prompt_tokens=8, sizes=TINY, device="cpu"
+        keep=tmp_path / "kept",
+        num_tokens=4,
+        num_prompt_tokens=8,
+        sizes=dataclasses.replace(TINY, num_layers=1),
     )
     out, err = io.StringIO(), io.StringIO()
     assert run_demo(options, out, err) == 0, out.getvalue()
