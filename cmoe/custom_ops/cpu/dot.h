@@ -24,16 +24,10 @@ constexpr A least(A a, A b) {
   return a < b ? a : b;
 }
 
-// Weight rows, of gate, up or down, that stay in L2 while rows of x pass: as they lie, or turned.
+// Weight rows, of gate, up or down, that stay in L2 while rows of x pass.
 constexpr int kColumnsPerBlock = 96;
-#ifndef KTURN
-#define KTURN 32
-#endif
-constexpr int kColumnsTurned = KTURN;
-#ifndef KAHEAD
-#define KAHEAD 24
-#endif
-constexpr int kTurnAhead = KAHEAD;
+// Places along K that are fetched ahead while a block is turned.
+constexpr int kTurnAhead = 32;
 
 inline V load_any(DType t, const void* p, int64_t at, int n) {
   if (t == DType::kFP32) return vload((const float*)p + at, n);
@@ -105,8 +99,7 @@ void transpose_block(const W* from, int64_t stride_col, int64_t rows, int64_t kn
     for (; n + kSide <= rows; n += kSide) {
       Q a[kSide], b[kSide];
 #pragma GCC unroll 8
-      for (int i = 0; i < kSide; ++i)
-        __builtin_memcpy(&a[i], from + (k + i) * stride_col + n, 16);
+      for (int i = 0; i < kSide; ++i) __builtin_memcpy(&a[i], from + (k + i) * stride_col + n, 16);
       // log2(kSide) perfect shuffles of the rows transpose the square.
 #pragma GCC unroll 3
       for (int step = 1; step < kSide; step *= 2) {
@@ -152,7 +145,7 @@ struct Rows {
     }
   }
   static size_t scratch_bytes(bool transposed, int64_t block_k) {
-    return transposed ? 2 * kColumnsTurned * (block_k + 64) * sizeof(W) : 0;
+    return transposed ? 2 * kColumnsPerBlock * (block_k + 64) * sizeof(W) : 0;
   }
 };
 

@@ -32,12 +32,11 @@ constexpr int64_t kAccFloats =
     1 << 16;  // output sums of an item of phase 2: a quarter of a small L2
 
 // How much of the next panel's rows is fetched meanwhile. The hardware streams a row once it has
-// begun; what it cannot do is begin the next rows, or go on while several tiles use one panel.
-// Fetching everything by instruction pays in between, where tiles use a panel for long enough, and
-// costs where rows are pieces of longer ones (docs/performance.md has the table).
-constexpr int64_t kPrefetchHeadBytes = 64, kShortRowBytes = 1536;
+// begun; what it cannot do is begin the next rows, or go on while several tiles use one panel. To
+// fetch everything by instruction pays there, but not where many tiles use pieces of longer rows.
+constexpr int64_t kPrefetchHeadBytes = 64;
 inline int64_t prefetch_bytes(int tiles, int64_t row_bytes, bool whole_rows) {
-  const bool all = tiles == 1 ? row_bytes <= kShortRowBytes : whole_rows || tiles <= 4;
+  const bool all = tiles > 1 && (whole_rows || tiles <= 4);
   return all ? row_bytes : kPrefetchHeadBytes;
 }
 
@@ -168,8 +167,8 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
       for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k0;
       Ahead ahead{nullptr, 0, 0, 0};
       if (stream && in_place && t < kTileN) {
-        const int a = t * kTileN / least(tiles, kTileN),
-                  b = (t + 1) * kTileN / least(tiles, kTileN);
+        const int n_tiles = least(tiles, kTileN), a = t * kTileN / n_tiles,
+                  b = (t + 1) * kTileN / n_tiles;
         ahead =
             Ahead{(const char*)(following + a * w.stride_row), w.stride_row * (int64_t)sizeof(W),
                   b - a, prefetch_bytes(tiles, kn * (int64_t)sizeof(W), kn == K)};
@@ -288,8 +287,7 @@ struct Run {
   }
 
   static int64_t columns_at_once(const Matrices& w, int64_t rows, int64_t item) {
-    if (w.stride_col != 1) return kColumnsTurned;
-    return rows <= kRowsStreamed ? item : kColumnsPerBlock;
+    return rows <= kRowsStreamed && w.stride_col == 1 ? item : kColumnsPerBlock;
   }
 
   // How many rows of w13 a column of h has in one run: gate and up alternate, or the up rows are

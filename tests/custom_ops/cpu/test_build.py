@@ -94,6 +94,7 @@ def test_the_key_knows_sources_flags_compiler(monkeypatch: pytest.MonkeyPatch) -
     assert len(keys) == 4
 
 
+@pytest.mark.slow
 def test_two_processes_may_build_at_once(tmp_path: Path, cpu_kernels: Kernels) -> None:
     """Both end with working kernels, in one folder with one library, nothing left beside it."""
     program = (
