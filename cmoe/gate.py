@@ -39,4 +39,6 @@ class GateLinear(nn.Module):
         """hidden_states: [T, H] -> logits [T, E], float32 (float64 for float64)."""
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
-        return F.linear(hidden_states.to(wide), self.weight.to(wide), bias)
+        # Autocast would round the product that this class exists to keep.
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return F.linear(hidden_states.to(wide), self.weight.to(wide), bias)

@@ -53,13 +53,17 @@ class BlockWeights:
         """Writes every tensor to its place; see MoERunner.load_weights."""
 
         def home_of(key: str, tensor: Tensor) -> list[Write] | None:
-            slot = self._names.get(key.removeprefix(self._prefix))
-            if slot is None:
-                return experts.home_of(key, tensor)
-            return [self._write(key, tensor, slot)]
+            name = key.removeprefix(self._prefix)
+            if name in self._names:
+                return [self._write(key, tensor, self._names[name])]
+            # What still has a prefix belongs to another layer.
+            if not name.startswith(("experts.", "routed_experts.")):
+                return None
+            return experts.home_of(key, tensor)
 
         slots = [*self._slots, *experts.slots()]
-        report = load_tensors(named_tensors, home_of, slots, what="weights", strict=strict)
+        what = self._prefix.removesuffix(".")
+        report = load_tensors(named_tensors, home_of, slots, what=what, strict=strict)
         experts.zero_padding()
         return report
 

@@ -53,3 +53,15 @@ def test_fresh_logits_have_about_the_size_of_the_input() -> None:
 def test_a_gate_without_bias_has_no_parameter_for_it(bias: bool) -> None:
     names = {"weight", "bias"} if bias else {"weight"}
     assert set(cmoe.GateLinear(16, 5, bias=bias).state_dict()) == names
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_does_not_round_the_logits(compiled: bool) -> None:
+    gate = cmoe.GateLinear(64, 8)
+    run = torch.compile(gate, fullgraph=True, backend="aot_eager") if compiled else gate
+    x = torch.randn(7, 64)
+    expected = gate(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = run(x)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, expected)

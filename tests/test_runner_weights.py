@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -195,7 +196,7 @@ def test_the_bias_over_zero_experts_too() -> None:
 FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "no home": (
         lambda t: t | {"gate.bias": torch.ones(NUM_EXPERTS)},
-        r"^weights: no home for gate\.bias$",
+        rf"^{re.escape(PREFIX)}: no home for gate\.bias$",
     ),
     "another layer's": (
         lambda t: t | {"model.layers.4.mlp.gate.weight": torch.ones(NUM_EXPERTS, HIDDEN)},
@@ -203,19 +204,19 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "gate missing": (
         lambda t: {k: v for k, v in t.items() if k != "gate.weight"},
-        r"^weights: nothing for gate\.weight$",
+        rf"^{re.escape(PREFIX)}: nothing for gate\.weight$",
     ),
     "bias missing": (
         lambda t: {k: v for k, v in t.items() if "correction" not in k},
-        r"^weights: nothing for gate\.e_score_correction_bias$",
+        rf"^{re.escape(PREFIX)}: nothing for gate\.e_score_correction_bias$",
     ),
     "shared expert missing": (
         lambda t: {k: v for k, v in t.items() if k != "shared_experts.up_proj.weight"},
-        r"^weights: nothing for shared_experts\.up_proj\.weight$",
+        rf"^{re.escape(PREFIX)}: nothing for shared_experts\.up_proj\.weight$",
     ),
     "routed expert missing": (
         lambda t: {k: v for k, v in t.items() if k != "experts.2.up_proj.weight"},
-        r"^weights: nothing for w13_weight\[2\]\.w3$",
+        rf"^{re.escape(PREFIX)}: nothing for w13_weight\[2\]\.w3$",
     ),
     "shape": (
         lambda t: t | {"gate.weight": torch.ones(4, HIDDEN)},
@@ -228,6 +229,12 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "experts' dtype": (
         lambda t: t | {"experts.0.up_proj.weight": torch.ones(8, HIDDEN, dtype=torch.int8)},
         r"^experts\.0\.up_proj\.weight has dtype torch\.int8",
+    ),
+    "another layer's experts": (
+        lambda t: (
+            t | {"model.layers.7.mlp.experts.0.up_proj.weight": t["experts.0.up_proj.weight"]}
+        ),
+        r"no home for model\.layers\.7\.mlp\.experts\.0\.up_proj\.weight$",
     ),
     "twice": (
         lambda t: t | {"router.weight": t["gate.weight"]},
@@ -262,7 +269,7 @@ def test_a_faulty_iterator_is_an_error(fault: str) -> None:
 def test_transforms_are_not_forgotten() -> None:
     layer = layer_of(input_transform=nn.Linear(HIDDEN, HIDDEN), output_transform=nn.RMSNorm(HIDDEN))
     missing = r"input_transform\.bias, input_transform\.weight, output_transform\.weight"
-    with pytest.raises(cmoe.LoadError, match=f"^weights: nothing for {missing}$"):
+    with pytest.raises(cmoe.LoadError, match=f"^mlp: nothing for {missing}$"):
         layer.load_weights(expert_tensors(layer.config))
 
 
