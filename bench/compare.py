@@ -20,6 +20,9 @@ from bench.timing import median
 from bench.verdict import Outcome, Verdict, confirm, judge, with_control
 from bench.verify import Reference
 
+MORE_SESSIONS = 3
+"""How often at most a cell that differs is measured again, until two sessions agree."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -50,36 +53,32 @@ def compare_groups(
     """Compares every group; a difference is measured again in fresh processes."""
     cells = [(group, competitor) for group in groups for competitor in competitors]
     rows = _one_session(cells, start=start, effort=effort, threshold=threshold, progress=progress)
-    doubtful = [
-        index
-        for index, row in enumerate(rows)
-        if row.verdict is not None and row.verdict.outcome != Outcome.SAME
-    ]
-    if doubtful:
+    verdicts = [[] if row.verdict is None else [row.verdict] for row in rows]
+    doubtful = [i for i, seen in enumerate(verdicts) if seen and seen[0].outcome != Outcome.SAME]
+    for _ in range(MORE_SESSIONS):
+        if not doubtful:
+            break
         progress.note(f"{len(doubtful)} cells differ: measured again in fresh processes")
         again = _one_session(
-            [cells[index] for index in doubtful],
+            [cells[i] for i in doubtful],
             start=start,
             effort=effort,
             threshold=threshold,
             progress=None,
         )
-        for index, second in zip(doubtful, again, strict=True):
-            rows[index] = _confirmed(rows[index], second)
+        for i, row in zip(doubtful, again, strict=True):
+            if row.verdict is None:
+                rows[i] = row
+                continue
+            rows[i] = dataclasses.replace(row, verdict=confirm(verdicts[i], row.verdict))
+            verdicts[i].append(row.verdict)
+        doubtful = [i for i in doubtful if _is_open(rows[i])]
     return rows
 
 
-def _confirmed(first: Row, second: Row) -> Row:
-    if first.verdict is None or second.verdict is None:
-        return second
-    return Row(
-        label=second.label,
-        impl=second.impl,
-        a_ms=second.a_ms,
-        b_ms=second.b_ms,
-        verdict=confirm(first.verdict, second.verdict),
-        control=second.control,
-    )
+def _is_open(row: Row) -> bool:
+    """Whether the sessions so far do not agree."""
+    return row.verdict is not None and row.verdict.outcome == Outcome.NOISY
 
 
 def _one_session(

@@ -71,14 +71,16 @@ def judge(ratios: Sequence[float], *, threshold: float) -> Verdict:
     return Verdict(ratio=ratio, low=low, high=high, outcome=outcome)
 
 
-def confirm(first: Verdict, second: Verdict) -> Verdict:
-    """One verdict of two measurements in processes of their own.
+def confirm(earlier: Sequence[Verdict], latest: Verdict) -> Verdict:
+    """One verdict of measurements in processes of their own.
 
-    A process can be unlucky with where its memory lies; a difference counts when both show it.
+    A process can be unlucky with where its memory lies, a session with what else the machine does:
+    a difference counts when two sessions show it, "same" when the latest shows it.
     """
-    if first.outcome == second.outcome or second.outcome == Outcome.SAME:
-        return second
-    return Verdict(ratio=second.ratio, low=second.low, high=second.high, outcome=Outcome.NOISY)
+    seen = {verdict.outcome for verdict in earlier}
+    if latest.outcome == Outcome.SAME or latest.outcome in seen:
+        return latest
+    return Verdict(ratio=latest.ratio, low=latest.low, high=latest.high, outcome=Outcome.NOISY)
 
 
 def with_control(cell: Verdict, control: Verdict | None) -> Verdict:

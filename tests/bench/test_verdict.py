@@ -73,7 +73,13 @@ def _verdict(outcome: Outcome) -> Verdict:
 def test_a_difference_counts_when_two_measurements_show_it(
     first: Outcome, second: Outcome, both: Outcome
 ) -> None:
-    assert confirm(_verdict(first), _verdict(second)).outcome == both
+    assert confirm([_verdict(first)], _verdict(second)).outcome == both
+
+
+def test_a_disturbed_session_does_not_hide_a_difference() -> None:
+    earlier = [_verdict(Outcome.NOISY), _verdict(Outcome.SLOWER)]
+    assert confirm(earlier, _verdict(Outcome.SLOWER)).outcome == Outcome.SLOWER
+    assert confirm(earlier, _verdict(Outcome.FASTER)).outcome == Outcome.NOISY
 
 
 @pytest.mark.parametrize(
