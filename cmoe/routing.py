@@ -26,3 +26,8 @@ class Routing(NamedTuple):
     topk_weights: Tensor  # [T, K] float32
     topk_ids: Tensor  # [T, K] int32 or int64; -1: the slot contributes nothing
     identity_weights: Tensor | None = None  # [T] float32: the token's own weight (zero experts)
+
+    def scaled(self, factor: float) -> Routing:
+        """The same experts, every weight multiplied."""
+        identity = None if self.identity_weights is None else self.identity_weights * factor
+        return Routing(self.topk_weights * factor, self.topk_ids, identity)

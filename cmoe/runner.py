@@ -100,6 +100,8 @@ class MoERunner(MoERunnerInterface):
         if self.shared_experts is not None:
             shared = self.shared_experts(shared_experts_input)
         routing = self.router(inputs)
+        if self._scales_weights(inputs.hidden_states.dtype):
+            routing = routing.scaled(self.routed_scale)
         dispatched = self.dispatcher.dispatch(inputs.hidden_states, routing)
         y = self.routed_experts(dispatched.hidden_states, dispatched.routing)
         y = self.dispatcher.combine(y)
@@ -207,13 +209,26 @@ class MoERunner(MoERunnerInterface):
         tensors = [*self.parameters(), *(tensor for tensor in inputs if tensor is not None)]
         return any(tensor.requires_grad for tensor in tensors)
 
+    def _scales_weights(self, dtype: torch.dtype) -> bool:
+        """Whether the scale on the output goes onto the routing weights instead.
+
+        The experts round their sum to float16, where a sum that the scale would bring into range is
+        infinite already; on the weights the same scale acts in float32, before that rounding.
+        """
+        router = self.config.router
+        return (
+            dtype == torch.float16
+            and abs(self.routed_scale) < 1
+            and not router.apply_router_weight_on_input
+        )
+
     def _finish(self, output: MoEOutput) -> Tensor:
         """Cuts the padding, scales, transforms, adds the shared experts."""
         y = output.routed[:, : self.config.hidden_size]
         narrow = y.dtype
         # Scaled sums of float16 outputs can leave its range, so they are formed in float32.
         wide = torch.float32 if narrow == torch.float16 else narrow
-        if self.routed_scale != 1.0:
+        if self.routed_scale != 1.0 and not self._scales_weights(narrow):
             y = y.to(wide) * self.routed_scale
         if self.output_transform is not None:
             y = self.output_transform(_into_range(y, narrow))

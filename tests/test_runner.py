@@ -653,3 +653,30 @@ def test_logical_weights_of_the_tests_know_the_padding() -> None:
     weights = logical_weights(everything())
     assert weights["w13"].shape == (NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN)
     assert all(tensor.count_nonzero() == tensor.numel() for tensor in weights.values())
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_float16_sum_that_only_fits_when_scaled_is_right(backend: str) -> None:
+    router = cmoe.RouterConfig(
+        scoring_func="sigmoid",
+        renormalize=False,
+        routed_scaling_factor=0.01,
+        apply_routed_scale_to_output=True,
+    )
+    config = cmoe.MoEConfig(
+        num_experts=4,
+        top_k=2,
+        hidden_size=16,
+        intermediate_size=8,
+        params_dtype=torch.float16,
+        router=router,
+        backend=backend,
+    )
+    layer = cmoe.FusedMoE(config, "mlp")
+    torch.nn.init.constant_(layer.routed_experts.w13_weight, 4.0)
+    torch.nn.init.constant_(layer.routed_experts.w2_weight, 1.25)
+    y = layer(torch.ones(3, 16, dtype=torch.float16), torch.full((3, 4), 20.0))
+    # gate = up = 16 * 4 = 64, silu(64) * 64 = 4096, 8 * 1.25 * 4096 = 40960,
+    # twice with weights of 1 is 81920, times 0.01.
+    exact = torch.full((3, 16), 819.2, dtype=torch.float64)
+    assert (y.double() - exact).abs().max() <= 2**-2  # half a step of float16 near 819
