@@ -24,6 +24,9 @@ class NamedLayer(Protocol):
     layer_name: str
     layer_token: Tensor
 
+    def with_state(self, state: list[Tensor]) -> NamedLayer:
+        """The layer around these tensors, see MoERunnerInterface."""
+
     def forward_impl(self, inputs: Any, shared_experts_input: Tensor | None) -> Any:
         """What the layer ops call, see MoERunnerInterface."""
 

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cmoe.autocast import without_autocast
+
 
 class GateLinear(nn.Module):
     """logits = x @ weight.T + bias, in float32 whatever the dtype of x.
@@ -40,5 +42,5 @@ class GateLinear(nn.Module):
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
         # Autocast would round the product that this class exists to keep.
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        with without_autocast(hidden_states.device):
             return F.linear(hidden_states.to(wide), self.weight.to(wide), bias)

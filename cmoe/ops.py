@@ -1,7 +1,13 @@
 """The two ops that know layers: they look the layer up, then hand over to its `forward_impl`.
 
 T tokens, H hidden as the weights store it, E experts, K experts per token, S width of the shared
-experts. The layer comes as its token, or by name in the overloads `.by_name`.
+experts. The layer comes as its token, or by name in the overloads `.by_name`. A graph also passes
+
+- state: the layer's tensors as the graph knows them (`layer_state.tensors_of`), so that what it
+  wrote before the call is read, what it writes after is not, and a captured graph has the addresses
+  of the weights checked;
+- call: a fresh tensor where gradients are enabled. A layer may draw at random, and torch's
+  partitioner of training graphs merges calls with equal arguments whatever the op's tags say.
 """
 
 from __future__ import annotations
@@ -17,10 +23,12 @@ _INPUTS = (
     "Tensor hidden_states, Tensor? router_logits, Tensor? topk_weights, Tensor? topk_ids,"
     " Tensor? input_ids"
 )
+_LAYER = ", Tensor layer, Tensor[]? state=None, Tensor? call=None"
 
 
-def _layer(layer: Tensor | str) -> NamedLayer:
-    return get_layer_from_name(layer) if isinstance(layer, str) else get_layer_from_token(layer)
+def _layer(layer: Tensor | str, state: list[Tensor] | None) -> NamedLayer:
+    found = get_layer_from_name(layer) if isinstance(layer, str) else get_layer_from_token(layer)
+    return found if state is None else found.with_state(state)
 
 
 def _own(y: Tensor, like: Tensor, *inputs: Tensor) -> Tensor:
@@ -57,9 +65,11 @@ def _moe_forward(
     topk_ids: Tensor | None,
     input_ids: Tensor | None,
     layer: Tensor | str,
+    state: list[Tensor] | None = None,
+    call: Tensor | None = None,
 ) -> Tensor:
     inputs = RouterInputs(hidden_states, router_logits, topk_weights, topk_ids, input_ids)
-    return _own(_layer(layer).forward_impl(inputs, None).routed, hidden_states)
+    return _own(_layer(layer, state).forward_impl(inputs, None).routed, hidden_states)
 
 
 def _moe_forward_fake(
@@ -69,6 +79,8 @@ def _moe_forward_fake(
     topk_ids: Tensor | None,
     input_ids: Tensor | None,
     layer: Tensor | str,
+    state: list[Tensor] | None = None,
+    call: Tensor | None = None,
 ) -> Tensor:
     return _promise(hidden_states, layer)
 
@@ -81,9 +93,11 @@ def _moe_forward_shared(
     input_ids: Tensor | None,
     shared_experts_input: Tensor,
     layer: Tensor | str,
+    state: list[Tensor] | None = None,
+    call: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     inputs = RouterInputs(hidden_states, router_logits, topk_weights, topk_ids, input_ids)
-    output = _layer(layer).forward_impl(inputs, shared_experts_input)
+    output = _layer(layer, state).forward_impl(inputs, shared_experts_input)
     shared = _own(output.shared, shared_experts_input, hidden_states)
     return shared, _own(output.routed, hidden_states, shared_experts_input, shared)
 
@@ -96,15 +110,18 @@ def _moe_forward_shared_fake(
     input_ids: Tensor | None,
     shared_experts_input: Tensor,
     layer: Tensor | str,
+    state: list[Tensor] | None = None,
+    call: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _promise(shared_experts_input, layer), _promise(hidden_states, layer)
 
 
 moe_forward = define_op(
     "cmoe::moe_forward",
-    f"({_INPUTS}, Tensor layer) -> Tensor",
+    f"({_INPUTS}{_LAYER}) -> Tensor",
     kernel=_moe_forward,
     fake=_moe_forward_fake,
+    draws=True,
 )
 """hidden_states [T, H], router_logits [T, E], topk_weights and topk_ids [T, K], input_ids [T],
 layer: the token -> the routed experts' sum [T, H]."""
@@ -114,13 +131,15 @@ define_op(
     f"({_INPUTS}, str layer) -> Tensor",
     kernel=_moe_forward,
     fake=_moe_forward_fake,
+    draws=True,
 )
 
 moe_forward_shared = define_op(
     "cmoe::moe_forward_shared",
-    f"({_INPUTS}, Tensor shared_experts_input, Tensor layer) -> (Tensor, Tensor)",
+    f"({_INPUTS}, Tensor shared_experts_input{_LAYER}) -> (Tensor, Tensor)",
     kernel=_moe_forward_shared,
     fake=_moe_forward_shared_fake,
+    draws=True,
 )
 """As moe_forward, with shared_experts_input [T, S] -> (their output [T, S], the sum [T, H])."""
 
@@ -129,4 +148,5 @@ define_op(
     f"({_INPUTS}, Tensor shared_experts_input, str layer) -> (Tensor, Tensor)",
     kernel=_moe_forward_shared,
     fake=_moe_forward_shared_fake,
+    draws=True,
 )

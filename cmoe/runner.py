@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cmoe.autocast import is_autocast_on
 from cmoe.config import MoEConfig
+from cmoe.custom_ops.registration import asks_for_derivatives
 from cmoe.distributed.dispatch import Dispatcher
+from cmoe.layer_state import tensors_of
 from cmoe.load_report import LoadReport, NamedTensors
 from cmoe.ops import moe_forward, moe_forward_shared
 from cmoe.pluggable import PluggableLayer
@@ -33,8 +36,8 @@ class MoERunner(MoERunnerInterface):
     output_transform. The gate reads the block's input, the shared experts too; the routed experts
     read input_transform(input), their scaled sum goes through output_transform.
     transparent: trace through the layer op (torch.export, AOTInductor); the kernel ops stay. A call
-    that needs gradients, or that is being exported, is traced through in any case. Results are the
-    same to the bit.
+    that needs gradients, stands under autocast, or is being exported, is traced through in any
+    case. Results are the same to the bit.
     """
 
     def __init__(
@@ -79,7 +82,8 @@ class MoERunner(MoERunnerInterface):
     ) -> Tensor:
         """The block's output for every token, shape of hidden_states.
 
-        hidden_states: [..., H], dtype of the weights. router_logits: [..., E], left out when the
+        hidden_states: [..., H], dtype of the weights; under autocast any float dtype, the experts
+        then compute in the dtype of their weights. router_logits: [..., E], left out when the
         layer owns its gate. topk_weights, topk_ids: [..., K], for a GivenTopKRouter. input_ids:
         [...], for a HashRouter. ValueError for shapes, dtypes, missing or superfluous arguments.
         """
@@ -87,11 +91,13 @@ class MoERunner(MoERunnerInterface):
             RouterInputs(hidden_states, router_logits, topk_weights, topk_ids, input_ids)
         )
         x = inputs.hidden_states
+        if is_autocast_on(x.device):
+            x = x.to(self.routed_experts.activation_dtype())
         if self.gate is not None:
             inputs = inputs._replace(router_logits=self.gate(x))
             self._check_widths(inputs)
         output = self._run(inputs._replace(hidden_states=self._experts_input(x)), x)
-        y = self._finish(output)
+        y = self._finish(output).to(hidden_states.dtype)
         return y.view(*hidden_states.shape[:-1], y.shape[-1])
 
     def forward_impl(self, inputs: RouterInputs, shared_experts_input: Tensor | None) -> MoEOutput:
@@ -145,7 +151,8 @@ class MoERunner(MoERunnerInterface):
 
     def _check_hidden_states(self, x: Tensor) -> None:
         expected = self.routed_experts.activation_dtype()
-        if x.dtype != expected:
+        fits = x.is_floating_point() if is_autocast_on(x.device) else x.dtype == expected
+        if not fits:
             raise ValueError(
                 f"hidden_states have dtype {x.dtype}, the weights {expected}; cast one of them"
             )
@@ -194,20 +201,26 @@ class MoERunner(MoERunnerInterface):
 
     def _run(self, inputs: RouterInputs, x: Tensor) -> MoEOutput:
         """forward_impl, inside a layer op unless it must be traced through."""
-        traced = self.transparent or torch.compiler.is_exporting() or self._needs_gradient(inputs)
+        traced = self._is_traced_through(inputs)
         if self.shared_experts is None:
             if traced:
                 return self.forward_impl(inputs, None)
-            return MoEOutput(None, moe_forward(*inputs, self.layer_token))
+            return MoEOutput(None, moe_forward(*inputs, *self.op_identity()))
         if traced:
             return self.forward_impl(inputs, x)
-        return MoEOutput(*moe_forward_shared(*inputs, x, self.layer_token))
+        return MoEOutput(*moe_forward_shared(*inputs, x, *self.op_identity()))
 
-    def _needs_gradient(self, inputs: RouterInputs) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        tensors = [*self.parameters(), *(tensor for tensor in inputs if tensor is not None)]
-        return any(tensor.requires_grad for tensor in tensors)
+    def _is_traced_through(self, inputs: RouterInputs) -> bool:
+        """Whether the call goes without the layer op, which knows no derivatives, no autocast."""
+        if self.transparent or torch.compiler.is_exporting():
+            return True
+        if is_autocast_on(inputs.hidden_states.device):
+            return True
+        if self.router.holds_unknown_tensors and torch.is_grad_enabled():
+            return True
+        return asks_for_derivatives(
+            [*tensors_of(self), *(tensor for tensor in inputs if tensor is not None)]
+        )
 
     def _scales_weights(self, dtype: torch.dtype) -> bool:
         """Whether the scale on the output goes onto the routing weights instead.

@@ -17,6 +17,7 @@ from cmoe.context import (
     register_layer_for_moe_forward_op,
     register_token,
 )
+from cmoe.layer_state import tensors_of, with_tensors
 from cmoe.load_report import LoadReport, NamedTensors
 from cmoe.pluggable import PluggableLayer
 from cmoe.routing import RouterInputs
@@ -27,6 +28,14 @@ class MoEOutput(NamedTuple):
 
     shared: Tensor | None  # [T, S], when the layer has shared experts
     routed: Tensor  # [T, H]
+
+
+class OpIdentity(NamedTuple):
+    """What tells a layer op its layer, see `ops.py`."""
+
+    token: Tensor
+    state: list[Tensor] | None
+    call: Tensor | None
 
 
 class MoERunnerInterface(PluggableLayer):
@@ -64,6 +73,17 @@ class MoERunnerInterface(PluggableLayer):
     @abstractmethod
     def forward_impl(self, inputs: RouterInputs, shared_experts_input: Tensor | None) -> MoEOutput:
         """What happens inside a layer op: route, compute the experts, the shared ones too."""
+
+    def op_identity(self) -> OpIdentity:
+        """The last arguments of a layer op: which layer, and when traced, which state and call."""
+        if not torch.compiler.is_compiling():
+            return OpIdentity(self.layer_token, None, None)
+        fresh = torch.empty(0, device=self.layer_token.device) if torch.is_grad_enabled() else None
+        return OpIdentity(self.layer_token, tensors_of(self), fresh)
+
+    def with_state(self, state: list[Tensor]) -> MoERunnerInterface:
+        """The layer, or where `state` holds other tensors than its own, a twin for one call."""
+        return with_tensors(self, state)
 
     @abstractmethod
     def load_weights(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import cmoe
-from tests.layers import x_of
+from tests.layers import HIDDEN, NUM_EXPERTS, x_of
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -65,3 +65,9 @@ def test_autocast_does_not_round_the_logits(compiled: bool) -> None:
         logits = run(x)
     assert logits.dtype == torch.float32
     assert torch.equal(logits, expected)
+
+
+def test_a_gate_runs_on_the_meta_device() -> None:
+    """Autocast knows no meta device and says so with an error."""
+    gate = cmoe.GateLinear(HIDDEN, NUM_EXPERTS).to("meta")
+    assert gate(torch.empty(3, HIDDEN, device="meta")).shape == (3, NUM_EXPERTS)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cmoe.custom_ops.registration import define_op
+from cmoe.errors import UnsupportedError
 
 
 def _check(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
@@ -95,14 +98,56 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     )
 
 
+def _weight_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, x, offsets = ctx.saved_tensors
+    needs_rows, needs_x, _ = ctx.needs_input_grad
+    return (
+        _op(x, grad, offsets) if needs_rows else None,
+        _op(rows, grad.transpose(1, 2), offsets) if needs_x else None,
+        None,
+    )
+
+
 torch.library.register_autograd("cmoe::grouped_mm", _backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    "cmoe::grouped_mm_weight_grad", _weight_grad_backward, setup_context=_setup_context
+)
+
+
+def _by_expert(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """The same function of plain torch ops, for transforms that a registered op does not know."""
+    starts = [0, *offsets.tolist()]
+    products = [
+        x[start:end] @ weight[expert].t()
+        for expert, (start, end) in enumerate(itertools.pairwise(starts))
+    ]
+    return torch.cat([*products, x.new_zeros(x.shape[0] - starts[-1], weight.shape[1])])
+
+
+def _is_transformed() -> bool:
+    """Whether the call stands inside forward-mode differentiation or a `torch.func` transform.
+
+    UnsupportedError where a graph is traced inside forward mode: the op would drop the tangents.
+    """
+    if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:
+            raise UnsupportedError(
+                "forward-mode derivatives (torch.func.jvp) of the experts cannot be compiled; "
+                "compute them without torch.compile, or use reverse mode"
+            )
+        return False
+    interpreter: object = torch._C._functorch.peek_interpreter_stack()
+    return forward_ad._current_level >= 0 or interpreter is not None
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """y[r] = weight[e] @ x[r] for the rows r of expert e, offsets[e - 1] <= r < offsets[e].
 
     x: [R, K], rows sorted by expert; weight: [E, N, K], any strides; offsets: [E] int32, the end of
-    each expert's rows. -> [R, N]; rows past offsets[-1] are zero. Differentiable in x and weight;
-    an expert without rows gets a zero gradient.
+    each expert's rows. -> [R, N]; rows past offsets[-1] are zero. Differentiable twice in x and
+    weight, forward mode and `torch.func` included (not compiled: UnsupportedError); an expert
+    without rows gets a zero gradient.
     """
+    if _is_transformed():
+        return _by_expert(x, weight, offsets)
     return _op(x, weight, offsets)

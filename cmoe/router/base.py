@@ -17,10 +17,13 @@ class FusedMoERouter(PluggableLayer):
     requires: the fields of RouterInputs, besides hidden_states, that a call must come with; the
         runner refuses a call without them.
     num_logits: width of router_logits that the router reads; None when it reads none.
+    holds_unknown_tensors: the router may read tensors that are no parameters or buffers of it, so
+        whether a gradient is asked cannot be known beforehand.
     """
 
     requires: frozenset[str] = frozenset({"router_logits"})
     num_logits: int | None = None
+    holds_unknown_tensors: bool = False
 
     @abstractmethod
     def forward(self, inputs: RouterInputs) -> Routing:

@@ -19,7 +19,11 @@ class CustomRouter(FusedMoERouter):
 
     The signature of vLLM's `custom_routing_function`. hidden_states: [T, H]; router_logits: [T, E]
     -> weights [T, K], ids [T, K] in [-1, E). Weights are multiplied by the routed scaling factor.
+    The function may close over tensors that train: compiled with gradients enabled it is traced, so
+    it must be traceable; under `torch.no_grad` it may do anything.
     """
+
+    holds_unknown_tensors = True
 
     def __init__(self, config: MoEConfig, function: RoutingFunction) -> None:
         super().__init__()

@@ -1,0 +1,71 @@
+"""The tensors of a layer as one flat list, as the layer ops take them.
+
+A graph that writes a parameter, or `torch.func.functional_call`, hands other tensors to the op than
+the layer owns; a twin of the layer around these gives their result and leaves the layer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Parameters, then buffers of every module, outer modules first; tied ones at every place."""
+    tensors = [
+        tensor
+        for table in (module._parameters, module._buffers)
+        for tensor in table.values()
+        if tensor is not None
+    ]
+    for child in module._modules.values():
+        if child is not None:
+            tensors += tensors_of(child)
+    return tensors
+
+
+def with_tensors(module: Layer, tensors: list[Tensor]) -> Layer:
+    """The module itself when `tensors` are its own, else a twin that has them in their place.
+
+    tensors: in the order of `tensors_of`; RuntimeError for another number of them.
+    """
+    own = tensors_of(module)
+    if len(own) != len(tensors):
+        raise RuntimeError(
+            f"{type(module).__name__} has {len(own)} tensors, the graph was compiled for "
+            f"{len(tensors)}; compile it again"
+        )
+    if all(map(_is_same, own, tensors)):
+        return module
+    return _twin(module, iter(tensors))
+
+
+def _is_same(own: Tensor, given: Tensor) -> bool:
+    if own is given:
+        return True
+    return (
+        own.data_ptr() == given.data_ptr()
+        and own.dtype == given.dtype
+        and own.shape == given.shape
+        and own.stride() == given.stride()
+    )
+
+
+def _twin(module: Layer, tensors: Iterator[Tensor]) -> Layer:
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    for table in ("_parameters", "_buffers"):
+        given = {
+            name: None if tensor is None else next(tensors)
+            for name, tensor in module.__dict__[table].items()
+        }
+        twin.__dict__[table] = given
+    children = module._modules.items()
+    twin.__dict__["_modules"] = {
+        name: None if child is None else _twin(child, tensors) for name, child in children
+    }
+    return twin
