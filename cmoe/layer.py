@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from cmoe.config import MoEConfig
@@ -39,6 +41,14 @@ def FusedMoE(
     transparent: see MoERunner.
     ValueError for what cannot be; UnsupportedError when no backend can run the layer.
     """
+    parts = {
+        "gate": gate,
+        "shared_experts": shared_experts,
+        "shared_expert_gate": shared_expert_gate,
+        "input_transform": input_transform,
+        "output_transform": output_transform,
+    }
+    _check_types(config, prefix, router, parts)
     _check_one_rank(config)
     if shared_expert_gate is not None and shared_experts is None:
         raise ValueError("shared_expert_gate needs shared_experts")
@@ -58,6 +68,23 @@ def FusedMoE(
         output_transform=output_transform,
         transparent=transparent,
     )
+
+
+def _check_types(
+    config: object, prefix: object, router: object, parts: Mapping[str, object]
+) -> None:
+    if not isinstance(config, MoEConfig):
+        raise ValueError(f"config must be a MoEConfig, got {config!r}")
+    if not isinstance(prefix, str) or not prefix:
+        raise ValueError(f"prefix must be the block's name, such as 'mlp'; got {prefix!r}")
+    if router is not None and not isinstance(router, FusedMoERouter):
+        raise ValueError(
+            f"router must be an instance of a FusedMoERouter, got {router!r}; "
+            "wrap a function in CustomRouter(config, function)"
+        )
+    for name, part in parts.items():
+        if part is not None and not isinstance(part, nn.Module):
+            raise ValueError(f"{name} must be a module, got {part!r}")
 
 
 def _check_one_rank(config: MoEConfig) -> None:

@@ -217,3 +217,23 @@ def test_fresh_layers_give_small_finite_outputs() -> None:
     deviation = layer.routed_experts.w13_weight.std().item()
     assert math.isclose(deviation, 0.02, rel_tol=0.05)
     assert layer(x_of(7, width=64), logits_of(7, width=64)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": None}, "config must be a MoEConfig, got None"),
+        ({"prefix": ""}, "prefix must be the block's name, such as 'mlp'; got ''"),
+        ({"prefix": 3}, "got 3"),
+        ({"router": cmoe.TopKRouter}, "router must be an instance of a FusedMoERouter"),
+        ({"router": lambda x, logits, top_k, renormalize: None}, r"CustomRouter\(config, function"),
+        ({"gate": "x"}, "gate must be a module, got 'x'"),
+        ({"gate": nn.Linear}, "gate must be a module"),
+        ({"shared_experts": torch.relu}, "shared_experts must be a module"),
+        ({"output_transform": torch.relu}, "output_transform must be a module"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cmoe.FusedMoE(**{"config": config_of(), "prefix": "mlp", **changes})
+    layer_of(prefix="mlp")  # The name was not taken.

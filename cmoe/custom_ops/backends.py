@@ -53,7 +53,7 @@ class Kernels(NamedTuple):
 class Backend(ABC):
     """A set of kernels with the knowledge of where they run."""
 
-    name: str
+    name: str = ""
 
     @abstractmethod
     def refuses(self, spec: LayerSpec) -> tuple[str, ...]:
@@ -97,6 +97,8 @@ def register_backend(backend: Backend) -> None:
     """Adds a backend from outside, ahead of all others. ValueError for a name already taken."""
     if not isinstance(backend, Backend):
         raise ValueError(f"a backend must be an instance of Backend, got {backend!r}")
+    if not backend.name:
+        raise ValueError(f"a backend needs a name; set it on {type(backend).__name__}")
     if backend.name in {known.name for known in list_backends()} | {"auto"}:
         raise ValueError(f"backend {backend.name!r} is already registered; choose another name")
     _REGISTERED.insert(0, backend)
@@ -114,7 +116,15 @@ def unregister_backend(name: str) -> None:
 
 def explain_backends(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
     """Each backend's name with its reasons against such a layer, in the order of preference."""
-    return {backend.name: backend.refuses(spec) for backend in list_backends()}
+    return {backend.name: _reasons(backend, spec) for backend in list_backends()}
+
+
+def _reasons(backend: Backend, spec: LayerSpec) -> tuple[str, ...]:
+    """What the backend refuses the layer for, its type checked: a str would be spelled out."""
+    reasons = backend.refuses(spec)
+    if not isinstance(reasons, tuple):
+        raise TypeError(f"refuses() of backend {backend.name!r} must give a tuple, not {reasons!r}")
+    return reasons
 
 
 def choose_backend(spec: LayerSpec, requested: str = "auto") -> Backend:
@@ -128,7 +138,7 @@ def choose_backend(spec: LayerSpec, requested: str = "auto") -> Backend:
         raise ValueError(f"unknown backend {requested!r}; choose auto or {', '.join(backends)}")
     reasons: dict[str, tuple[str, ...]] = {}
     for backend in backends.values() if requested == "auto" else (backends[requested],):
-        reasons[backend.name] = backend.refuses(spec)
+        reasons[backend.name] = _reasons(backend, spec)
         if not reasons[backend.name]:
             _log_choice(backend.name, str(spec.device), tuple(reasons.items()))
             return backend

@@ -116,6 +116,26 @@ def test_only_backends_are_registered(thing: object) -> None:
         register_backend(thing)
 
 
+def test_a_backend_needs_a_name() -> None:
+    class Nameless(Outside):
+        def __init__(self) -> None:
+            self.reasons = ()
+
+    with pytest.raises(ValueError, match="a backend needs a name"):
+        register_backend(Nameless())
+    assert names() == ["reference"]
+
+
+def test_reasons_that_are_no_tuple_are_an_error() -> None:
+    backend = Outside("mine")
+    backend.reasons = "no GPU"
+    register_backend(backend)
+    with pytest.raises(
+        TypeError, match=r"refuses\(\) of backend 'mine' must give a tuple, not 'no GPU'"
+    ):
+        choose_backend(SPEC)
+
+
 def test_a_backend_states_both_of_its_methods() -> None:
     class Half(Backend):
         name = "half"
