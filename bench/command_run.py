@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -140,15 +141,17 @@ def execute(options: argparse.Namespace) -> int:
     progress = Progress([run.weight_of(group, suite) for group in groups])
     interrupted = False
     try:
-        run.run_suite(
-            suite,
-            threads=options.threads,
-            cache_bytes=measured.cache_bytes,
-            flush=_flush(options.no_flush, measured),
-            remote_pythons=pythons,
-            progress=progress,
-            keep=keep,
-        )
+        with limits.open_read_stream(threads=options.threads) or nullcontext() as stream:
+            run.run_suite(
+                suite,
+                threads=options.threads,
+                cache_bytes=measured.cache_bytes,
+                flush=_flush(options.no_flush, measured),
+                remote_pythons=pythons,
+                progress=progress,
+                keep=keep,
+                read=None if stream is None else (lambda: stream.gbps(2)),
+            )
     except KeyboardInterrupt:
         interrupted = True
         progress.note("interrupted: the finished cells are kept")

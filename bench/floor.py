@@ -61,9 +61,14 @@ def floor_fma_ms(work: Work, limits: Limits) -> float:
 
 
 def with_floors(cell: Cell, limits: Limits) -> Cell:
-    """The cell with its floors at these limits; as it is where it has no work of its own."""
+    """The cell with its floors; as it is where it has no work of its own.
+
+    At the read rate that was taken between its calls where there is one, else at that of `limits`.
+    """
     if not cell.flops or cell.ms_median is None:
         return cell
+    if cell.read_gbps is not None:
+        limits = dataclasses.replace(limits, read_gbps=cell.read_gbps)
     work = Work(active_experts=cell.active_experts, bytes=cell.bytes, flops=cell.flops)
     return dataclasses.replace(
         cell,

@@ -83,32 +83,51 @@ volatile int64_t sink;
 
 }  // namespace
 
-extern "C" double read_gbps(size_t bytes, int threads, int repeats) {
-  const size_t per_thread = bytes / threads / 4096 * 4096;
-  const size_t total = per_thread * threads;
-  char* buffer = static_cast<char*>(std::aligned_alloc(2u << 20, (total + (2u << 20)) & ~size_t((2u << 20) - 1)));
-  if (buffer == nullptr) return -1;
+namespace {
+
+struct Stream {
+  char* buffer;
+  size_t per_thread;
+  int threads;
+};
+
+}  // namespace
+
+// A buffer to read from, on pages of 2 MB where the system gives them; null when memory is short.
+extern "C" void* read_open(size_t bytes, int threads) {
+  const size_t page = 2u << 20, per_thread = bytes / threads / 4096 * 4096;
+  const size_t total = (per_thread * threads + page) & ~(page - 1);
+  char* buffer = static_cast<char*>(std::aligned_alloc(page, total));
+  if (buffer == nullptr) return nullptr;
 #if defined(__linux__)
   madvise(buffer, total, MADV_HUGEPAGE);
 #endif
-  {
-    std::vector<std::thread> pool;
-    for (int t = 0; t < threads; ++t)
-      pool.emplace_back([=] { std::memset(buffer + t * per_thread, t + 1, per_thread); });
-    for (auto& thread : pool) thread.join();
-  }
-  double seconds = best_seconds(threads, repeats, [=](int t) {
-    const char* p = buffer + t * per_thread;
+  std::vector<std::thread> pool;
+  for (int t = 0; t < threads; ++t)
+    pool.emplace_back([=] { std::memset(buffer + t * per_thread, t + 1, per_thread); });
+  for (auto& thread : pool) thread.join();
+  return new Stream{buffer, per_thread, threads};
+}
+
+extern "C" double read_gbps(void* opened, int repeats) {
+  const Stream stream = *static_cast<Stream*>(opened);
+  double seconds = best_seconds(stream.threads, repeats, [=](int t) {
+    const char* p = stream.buffer + t * stream.per_thread;
     Words sum[8] = {};
-    for (size_t i = 0; i + 8 * kBytes <= per_thread; i += 8 * kBytes) {
+    for (size_t i = 0; i + 8 * kBytes <= stream.per_thread; i += 8 * kBytes) {
       __builtin_prefetch(p + i + 4096);
       for (int j = 0; j < 8; ++j) sum[j] += *reinterpret_cast<const Words*>(p + i + j * kBytes);
     }
     for (int j = 1; j < 8; ++j) sum[0] += sum[j];
     sink = sum[0][0];
   });
-  std::free(buffer);
-  return total / seconds / 1e9;
+  return stream.per_thread * stream.threads / seconds / 1e9;
+}
+
+extern "C" void read_close(void* opened) {
+  Stream* stream = static_cast<Stream*>(opened);
+  std::free(stream->buffer);
+  delete stream;
 }
 
 extern "C" double fma_fp32_tflops(double seconds_wanted, int threads, int repeats) {

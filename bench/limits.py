@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,12 +54,14 @@ def measure(*, threads: int) -> Limits:
     if torch.cuda.is_available():
         return _measure_cuda()
     cache_bytes = cpu.last_level_cache_bytes()
-    read_bytes = min(max(1 << 30, 4 * cache_bytes), 4 << 30)
+    read_bytes = _read_bytes(cache_bytes)
     library = _native_library()
     if library is None:
         return _measure_with_torch(read_bytes, threads, cache_bytes)
+    with ReadStream(read_bytes, threads, library) as stream:
+        read_gbps = stream.gbps(5)
     return Limits(
-        read_gbps=library.read_gbps(read_bytes, threads, 5),
+        read_gbps=read_gbps,
         fma_fp32_tflops=library.fma_fp32_tflops(0.05, threads, 5),
         dot_bf16_tflops=library.dot_bf16_tflops(0.05, threads, 5),
         matmul_bf16_tflops=_matmul_tflops(torch.bfloat16, "cpu", 1024),
@@ -66,6 +69,41 @@ def measure(*, threads: int) -> Limits:
         cache_bytes=cache_bytes,
         method="limits.cpp, best of 5",
     )
+
+
+def _read_bytes(cache_bytes: int) -> int:
+    return min(max(1 << 30, 4 * cache_bytes), 4 << 30)
+
+
+class ReadStream(AbstractContextManager["ReadStream"]):
+    """A large buffer that stays open, so that the read rate can be taken again and again.
+
+    Other guests of a host take their share of its memory, so the rate of a minute ago says little.
+    MemoryError when there is no room for it.
+    """
+
+    def __init__(self, num_bytes: int, threads: int, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._opened = library.read_open(num_bytes, threads)
+        if not self._opened:
+            raise MemoryError(f"no {num_bytes} bytes for the read stream")
+
+    def gbps(self, repeats: int) -> float:
+        """GB/s, the best of `repeats` whole passes with all threads."""
+        return self._library.read_gbps(self._opened, repeats)
+
+    def __exit__(self, *exception: object) -> None:
+        self._library.read_close(self._opened)
+
+
+def open_read_stream(*, threads: int) -> ReadStream | None:
+    """The stream of this machine; None on a GPU, which is nobody else's, or without a compiler."""
+    if torch.cuda.is_available():
+        return None
+    library = _native_library()
+    if library is None:
+        return None
+    return ReadStream(_read_bytes(cpu.last_level_cache_bytes()), threads, library)
 
 
 def _native_library() -> ctypes.CDLL | None:
@@ -87,8 +125,12 @@ def _native_library() -> ctypes.CDLL | None:
             return None
         building.rename(path)
     library = ctypes.CDLL(str(path))
-    library.read_gbps.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+    library.read_open.argtypes = [ctypes.c_size_t, ctypes.c_int]
+    library.read_open.restype = ctypes.c_void_p
+    library.read_gbps.argtypes = [ctypes.c_void_p, ctypes.c_int]
     library.read_gbps.restype = ctypes.c_double
+    library.read_close.argtypes = [ctypes.c_void_p]
+    library.read_close.restype = None
     for rate in (library.fma_fp32_tflops, library.dot_bf16_tflops):
         rate.argtypes = [ctypes.c_double, ctypes.c_int, ctypes.c_int]
         rate.restype = ctypes.c_double

@@ -37,6 +37,7 @@ class Cell:
     ms_samples: tuple[float, ...] = ()  # in the order they were taken
     runs: int = 0
     first_call_ms: float | None = None
+    read_gbps: float | None = None  # taken between the calls of this cell and its neighbours
     floor_ms: float | None = None  # at the fastest multiplication of the dtype
     floor_fma_ms: float | None = None  # at the float32 FMA rate
     limited_by: str | None = None
@@ -114,7 +115,7 @@ def _record_from_json(data: dict[str, Any]) -> Record:
     )
 
 
-_NUMBERS = ("ms_median", "ms_min", "floor_ms", "floor_fma_ms")
+_NUMBERS = ("read_gbps", "ms_median", "ms_min", "floor_ms", "floor_fma_ms")
 
 
 def _cell_from_json(index: int, data: Any) -> Cell:

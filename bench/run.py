@@ -114,10 +114,18 @@ class Measurement:
     samples: list[float] = field(default_factory=list)
 
 
-def interleave(measurements: Sequence[Measurement], rounds: int) -> None:
-    """Times every competitor in turn, `rounds` times over, starting with another one each time."""
+def interleave(
+    measurements: Sequence[Measurement], rounds: int, read: Callable[[], float] | None = None
+) -> list[float]:
+    """Times every competitor in turn, `rounds` times over, starting with another one each time.
+
+    read: takes the machine's read rate; its answers, one ahead of each turn, are returned.
+    """
     live = [m for m in measurements if m.error is None]
+    rates = []
     for turn in range(rounds):
+        if read is not None:
+            rates.append(read())
         shift = turn % max(len(live), 1)
         for m in live[shift:] + live[:shift]:
             calls = (turn + 1) * m.runs // rounds - turn * m.runs // rounds
@@ -127,6 +135,7 @@ def interleave(measurements: Sequence[Measurement], rounds: int) -> None:
                 m.samples += m.arm.time(len(m.samples), calls)
             except ServerError as error:
                 m.error = str(error)
+    return rates
 
 
 def warm_up(arm: Arm, case: Case, effort: Effort, reference: Reference) -> Measurement:
@@ -141,7 +150,9 @@ def warm_up(arm: Arm, case: Case, effort: Effort, reference: Reference) -> Measu
     return m
 
 
-def cell_of(m: Measurement, group: Group, draws: Sequence[Draw]) -> Cell:
+def cell_of(
+    m: Measurement, group: Group, draws: Sequence[Draw], read_gbps: float | None = None
+) -> Cell:
     """The cell that a finished measurement makes, its floors still open."""
     empty = Cell(
         shape=group.shape.name,
@@ -166,6 +177,7 @@ def cell_of(m: Measurement, group: Group, draws: Sequence[Draw]) -> Cell:
         ms_samples=tuple(round(ms, 6) for ms in m.samples),
         runs=len(m.samples),
         first_call_ms=m.started.first_call_ms,
+        read_gbps=read_gbps,
     )
     if m.started.impl == CONTROL:
         return done
@@ -189,8 +201,12 @@ def run_suite(
     remote_pythons: dict[str, str],
     progress: Progress,
     keep: Callable[[list[Cell], dict[str, str]], None],
+    read: Callable[[], float] | None = None,
 ) -> None:
-    """Measures group after group; `keep` gets the cells, the versions of each finished group."""
+    """Measures group after group; `keep` gets the cells, the versions of each finished group.
+
+    read: see `interleave`.
+    """
     store = TensorStore()
     with Field(
         suite.competitors,
@@ -207,9 +223,11 @@ def run_suite(
             if opened != (group.shape, group.dtype):
                 reasons = _open_all(competitors.arms, group)
                 opened = (group.shape, group.dtype)
-            measured = _measure(suite, competitors.arms, reasons, group, store, progress)
+            measured = _warm_up_all(suite, competitors.arms, reasons, group, store, progress)
+            rates = interleave(measured, suite.effort.rounds, read)
+            read_gbps = median(rates) if rates else None
             draws = store.draws(group.case())
-            cells = [cell_of(m, group, draws) for m in measured]
+            cells = [cell_of(m, group, draws, read_gbps) for m in measured]
             versions = {m.started.impl: m.started.version for m in measured if m.started.version}
             keep(cells, versions)
             progress.done()
@@ -224,7 +242,7 @@ def _open_all(arms: Sequence[Arm], group: Group) -> dict[int, str | None]:
     }
 
 
-def _measure(
+def _warm_up_all(
     suite: Suite,
     arms: Sequence[Arm],
     reasons: dict[int, str | None],
@@ -247,5 +265,4 @@ def _measure(
         if m.error is not None:
             progress.note(f"{m.started.impl} {arm.mode}: {m.error}")
         measurements.append(m)
-    interleave(measurements, suite.effort.rounds)
     return measurements

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.inputs import make_weights
 from bench.peers.cmoe import layer_spec
 from bench.progress import Progress
 from bench.record import Cell
 from bench.shapes import DTYPES, SHAPES, Shape
-from bench.stacks import LAYERS, Empty, stack
+from bench.stacks import LAYERS, Empty, layer_tensors, plain_layer, plain_stack, stack
 from bench.tables import table
 from bench.timing import NoFlush, median, time_calls
+from bench.verify import relative_error
 
 NUM_LAYERS = 16
 CALLS_PER_TURN = 100
@@ -37,6 +37,7 @@ class Subject:
     part: str
     layers: int
     make: Callable[[], Callable[[Tensor], Tensor]]
+    expected: Callable[[Tensor, torch.dtype], Tensor]  # of x, each step in a dtype
     mode: str = "compile"
 
 
@@ -46,41 +47,46 @@ def _compiled(make: Callable[[], nn.Module]) -> Callable[[], Callable[[Tensor], 
 
 def subjects(shape: Shape, dtype: str) -> list[Subject]:
     """A stack and a layer alone of each maker, cmoe's kernels without a layer, an empty module."""
+    last = layer_tensors(shape, dtype, NUM_LAYERS - 1)
     found = [
-        Subject(impl="torch:empty module", part="layer", layers=1, make=_compiled(Empty)),
+        Subject(
+            impl="torch:empty module",
+            part="layer",
+            layers=1,
+            make=_compiled(Empty),
+            expected=lambda x, compute: x.to(compute) + 1,
+        ),
         Subject(
             impl="cmoe:bare kernels",
             part=f"stack of {NUM_LAYERS}",
             layers=NUM_LAYERS,
             make=lambda: bare_kernels(shape, dtype),
+            expected=lambda x, compute: plain_layer(shape, last, x, compute),
             mode="eager",
         ),
     ]
     for impl in LAYERS:
         for part, layers in ((f"stack of {NUM_LAYERS}", NUM_LAYERS), ("layer", 1)):
             make = _compiled(functools.partial(stack, impl, shape, dtype, layers))
-            found.append(Subject(impl=impl, part=part, layers=layers, make=make))
+            expected = functools.partial(plain_stack, shape, dtype, layers)
+            found.append(Subject(impl=impl, part=part, layers=layers, make=make, expected=expected))
     return found
 
 
 def bare_kernels(shape: Shape, dtype: str) -> Callable[[Tensor], Tensor]:
     """Gate product, route, fused_experts of each layer, one after the other, nothing between them.
 
-    This is the kernel time of a stack, with the few microseconds that each op costs to call.
+    This is the kernel time of a stack, with the few microseconds that each op costs to call. The
+    output is that of the last layer.
     """
     from cmoe.custom_ops.backends import select_kernels
 
     kernels = select_kernels(layer_spec(shape, dtype))
-    layers = []
-    for seed in range(NUM_LAYERS):
-        weights = make_weights(shape, dtype, seed=seed)
-        gate = weights.w2.new_ones(shape.num_experts, shape.hidden_size)
-        gate = torch.nn.init.normal_(gate, std=shape.hidden_size**-0.5)
-        layers.append((gate, weights.w13, weights.w2))
+    layers = [layer_tensors(shape, dtype, seed) for seed in range(NUM_LAYERS)]
 
     def run(x: Tensor) -> Tensor:
         out = x
-        for gate, w13, w2 in layers:
+        for gate, w2, w13 in layers:
             logits = F.linear(x, gate)
             scales, ids = kernels.route(
                 logits, None, shape.top_k, "softmax", False, True, 1, 1, 1.0
@@ -134,9 +140,14 @@ def _warm(subject: Subject, x: Tensor) -> tuple[Callable[[Tensor], Tensor] | Non
             warnings.simplefilter("ignore")
             function = subject.make()
             for _ in range(20):
-                function(x)
+                got = function(x)
     except Exception as error:
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
+    exact = subject.expected(x, torch.float32)
+    plain = relative_error(subject.expected(x, x.dtype), exact)
+    error, allowed = relative_error(got, exact), 2 * plain + torch.finfo(x.dtype).eps
+    if error > allowed:
+        return None, f"wrong result: relative error {error:.2g}, allowed {allowed:.2g}"
     return function, None
 
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.inputs import Draw, Weights
 from bench.shapes import DTYPES, Shape
+from bench.verify import naive
 
 _names = itertools.count()
 
@@ -38,12 +42,53 @@ class Empty(nn.Module):
         return x + 1
 
 
-def _fill(module: nn.Module, seed: int) -> nn.Module:
+class LayerTensors(NamedTuple):
+    """The weights of one layer, the same for every maker."""
+
+    gate: Tensor  # [E, H]
+    w2: Tensor  # [E, H, I]
+    w13: Tensor  # [E, 2I, H]
+
+
+def layer_tensors(shape: Shape, dtype: str, seed: int) -> LayerTensors:
+    """Weights that keep the size of what goes through them."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
+    experts, hidden, inner = shape.num_experts, shape.hidden_size, shape.intermediate_size
+    sizes = ((experts, hidden), (experts, hidden, inner), (experts, 2 * inner, hidden))
+    return LayerTensors(
+        *(
+            (torch.randn(size, generator=generator) * size[-1] ** -0.5).to(DTYPES[dtype])
+            for size in sizes
+        )
+    )
+
+
+def _fill(module: nn.Module, shape: Shape, dtype: str, seed: int) -> nn.Module:
+    """Gives the module's parameters the layer's tensors; their sizes tell which is which."""
+    own = sorted(module.parameters(), key=Tensor.numel)
+    for parameter, tensor in zip(own, layer_tensors(shape, dtype, seed), strict=True):
         parameter.requires_grad_(False)
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        parameter.copy_(tensor)
     return module.eval()
+
+
+def plain_layer(shape: Shape, tensors: LayerTensors, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What every maker's layer computes, token by token, each step in `dtype`: [T, H]."""
+    scores = F.linear(x.to(dtype), tensors.gate.to(dtype)).softmax(-1)
+    scales, ids = scores.topk(shape.top_k)
+    draw = Draw(x, topk_weights=scales / scales.sum(-1, keepdim=True), topk_ids=ids)
+    weights = Weights(tensors.w13, tensors.w2, None, None)
+    return naive(shape, weights, draw, torch.arange(len(x)), dtype)
+
+
+def plain_stack(
+    shape: Shape, dtype: str, num_layers: int, x: Tensor, compute: torch.dtype
+) -> Tensor:
+    """What `stack` computes, each step in `compute`: [T, H]."""
+    out = x.to(compute)
+    for seed in range(num_layers):
+        out = out + plain_layer(shape, layer_tensors(shape, dtype, seed), out, compute)
+    return out
 
 
 def cmoe_layer(shape: Shape, dtype: str, seed: int) -> nn.Module:
@@ -58,7 +103,8 @@ def cmoe_layer(shape: Shape, dtype: str, seed: int) -> nn.Module:
         params_dtype=DTYPES[dtype],
     )
     gate = cmoe.GateLinear(shape.hidden_size, shape.num_experts, dtype=DTYPES[dtype])
-    return _fill(cmoe.FusedMoE(config, f"bench.layers.{next(_names)}.mlp", gate=gate), seed)
+    layer = cmoe.FusedMoE(config, f"bench.layers.{next(_names)}.mlp", gate=gate)
+    return _fill(layer, shape, dtype, seed)
 
 
 class _TwoDimensional(nn.Module):
@@ -90,7 +136,7 @@ def transformers_layer(implementation: str) -> Callable[[Shape, str, int], nn.Mo
         )
         config._experts_implementation = implementation
         block = Qwen3MoeSparseMoeBlock(config).to(DTYPES[dtype])
-        return _fill(_TwoDimensional(block), seed)
+        return _fill(_TwoDimensional(block), shape, dtype, seed)
 
     return layer
 

@@ -151,6 +151,15 @@ def spread_text(cells: Iterable[Cell]) -> str:
     )
 
 
+def _read_text(record: Record) -> str:
+    """The rates between the calls where they were taken, else the one of the run."""
+    assert record.limits is not None
+    rates = sorted(cell.read_gbps for cell in record.cells if cell.read_gbps is not None)
+    if not rates:
+        return f"{record.limits.read_gbps:.3g} GB/s"
+    return f"{rates[0]:.3g} to {rates[-1]:.3g} GB/s (taken between the calls of each row)"
+
+
 def machine_text(record: Record) -> str:
     """The machine, its limits in this run, the command."""
     environment, limits = record.environment, record.limits
@@ -161,7 +170,7 @@ def machine_text(record: Record) -> str:
     if limits is not None:
         dot = f", bf16 dot {limits.dot_bf16_tflops:.3g}" if limits.dot_bf16_tflops else ""
         lines.append(
-            f"Limits measured in this run: read {limits.read_gbps:.3g} GB/s, fp32 FMA "
+            f"Limits measured in this run: read {_read_text(record)}, fp32 FMA "
             f"{limits.fma_fp32_tflops:.3g}{dot}, torch bf16 matmul "
             f"{limits.matmul_bf16_tflops:.3g} TFLOP/s."
         )

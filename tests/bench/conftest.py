@@ -24,6 +24,7 @@ KNOWN = Limits(
 @pytest.fixture
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
     monkeypatch.setattr(limits, "measure", lambda *, threads: KNOWN)
+    monkeypatch.setattr(limits, "open_read_stream", lambda *, threads: None)
     return KNOWN
 
 

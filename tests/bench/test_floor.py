@@ -56,3 +56,9 @@ def test_a_cell_gets_the_floors_of_its_work() -> None:
 def test_a_cell_without_work_stays_as_it_is() -> None:
     control = cell(impl="control:dense", flops=0, floor_ms=None)
     assert with_floors(control, KNOWN) == control
+
+
+def test_the_read_rate_between_a_cells_calls_is_its_limit() -> None:
+    work = {"active_experts": 1, "bytes": 20_000_000, "flops": 1_000}
+    assert with_floors(cell(**work), KNOWN).floor_ms == pytest.approx(2.0)
+    assert with_floors(cell(**work, read_gbps=40.0), KNOWN).floor_ms == pytest.approx(0.5)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from bench import peers, run, shapes
+from bench import limits, peers, run, shapes
 from bench.__main__ import main
 from bench.arm import Started
 from bench.limits import Limits
@@ -139,6 +140,43 @@ def test_competitors_take_turns() -> None:
     run.interleave(both, 3)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert [len(m.samples) for m in both] == [7, 7]
+
+
+def test_the_read_rate_is_taken_ahead_of_every_turn() -> None:
+    order: list[str] = []
+
+    class Logged(FakeArm):
+        def time(self, first: int, calls: int) -> list[float]:
+            order.append(self.impl)
+            return super().time(first, calls)
+
+    def read() -> float:
+        order.append("read")
+        return float(len(order))
+
+    rates = run.interleave([_measurement(Logged("a", [1.0]), 3)], 3, read)
+    assert order == ["read", "a", "read", "a", "read", "a"]
+    assert rates == [1.0, 3.0, 5.0]
+
+
+def test_a_cell_has_the_median_read_rate_of_its_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream(nullcontext):
+        rates = iter([20.0, 50.0, 30.0, 10.0, 40.0])
+
+        def __enter__(self) -> Stream:
+            return self
+
+        def gbps(self, repeats: int) -> float:
+            return next(self.rates)
+
+    monkeypatch.setattr(limits, "open_read_stream", lambda *, threads: Stream())
+    out = tmp_path / "r.json"
+    assert _run(out, "--tokens", "1", "--impl", "test:right") == 0
+    (cell,) = load(out).cells
+    assert cell.read_gbps == 30.0
+    assert cell.floor_ms == pytest.approx(cell.active_experts * 3 * 32 * 16 * 2 / 3e7)
 
 
 def test_effort_is_bounded_on_both_sides() -> None:

@@ -10,13 +10,21 @@ from torch import Tensor
 
 from bench import small_layer
 from bench.shapes import shape_from_text
-from bench.stacks import LAYERS, stack
+from bench.stacks import LAYERS, layer_tensors, plain_layer, plain_stack, stack
+from bench.verify import relative_error
 
 SHAPE = shape_from_text("E8K2H64I32")
 
 
 def _subject(impl: str, make: Callable[[], Callable[[Tensor], Tensor]]) -> small_layer.Subject:
-    return small_layer.Subject(impl=impl, part="stack of 4", layers=4, make=make, mode="eager")
+    return small_layer.Subject(
+        impl=impl,
+        part="stack of 4",
+        layers=4,
+        make=make,
+        expected=lambda x, compute: -x.to(compute),
+        mode="eager",
+    )
 
 
 def test_time_is_given_by_the_layer() -> None:
@@ -37,19 +45,29 @@ def test_what_cannot_be_made_has_a_reason() -> None:
     assert "ImportError: test is not installed" in small_layer.text([cell])
 
 
+def test_a_wrong_result_is_not_timed() -> None:
+    (cell,) = small_layer.measure(
+        SHAPE, turns=1, chosen=[_subject("test:wrong", lambda: torch.abs)]
+    )
+    assert cell.ms_median is None
+    assert str(cell.error).startswith("wrong result: relative error")
+
+
 @pytest.mark.parametrize("impl", sorted(LAYERS))
-def test_a_stack_of_each_maker_runs(impl: str) -> None:
+def test_a_stack_of_each_maker_is_the_plain_one(impl: str) -> None:
     with torch.no_grad():
-        x = torch.randn(1, 64, dtype=torch.bfloat16)
-        y = stack(impl, SHAPE, "bf16", 2)(x)
-        assert y.shape == x.shape
-        assert bool(torch.isfinite(y).all())
+        x = torch.randn(3, 64)
+        y = stack(impl, SHAPE, "fp32", 2)(x)
+        # float32 against float64 on the same weights: a few roundings of 1e-7.
+        assert relative_error(y, plain_stack(SHAPE, "fp32", 2, x, torch.float64)) < 1e-5
 
 
-def test_the_bare_kernels_run() -> None:
+def test_the_bare_kernels_compute_the_last_layer() -> None:
     with torch.no_grad():
-        x = torch.randn(1, 64, dtype=torch.bfloat16)
-        assert small_layer.bare_kernels(SHAPE, "bf16")(x).shape == x.shape
+        x = torch.randn(1, 64)
+        tensors = layer_tensors(SHAPE, "fp32", small_layer.NUM_LAYERS - 1)
+        y = small_layer.bare_kernels(SHAPE, "fp32")(x)
+        assert relative_error(y, plain_layer(SHAPE, tensors, x, torch.float64)) < 1e-5
 
 
 def test_an_unknown_maker_is_refused() -> None:
