@@ -1,12 +1,14 @@
 """Every environment variable that cmoe reads.
 
 CMOE_CACHE_DIR  folder for compiled kernels (default: $XDG_CACHE_HOME/cmoe, else ~/.cache/cmoe)
-CXX             the C++ compiler (default: the first of g++, clang++, c++ on PATH)
+CXX             the C++ compiler with its arguments, if any (default: the first of g++, clang++, c++
+                on PATH)
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -20,13 +22,15 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "cmoe"
 
 
-def cxx_compiler() -> str | None:
-    """The path of the C++ compiler, or None where there is none."""
-    explicit = os.environ.get("CXX")
-    if explicit:
-        return shutil.which(explicit)
-    found = (shutil.which(name) for name in ("g++", "clang++", "c++"))
-    return next((path for path in found if path), None)
+def cxx_compiler() -> tuple[str, ...] | None:
+    """The command of the C++ compiler, its path first, or None where there is none."""
+    explicit = shlex.split(os.environ.get("CXX", ""))
+    candidates = [explicit] if explicit else [["g++"], ["clang++"], ["c++"]]
+    for name, *arguments in candidates:
+        path = shutil.which(name)
+        if path is not None:
+            return path, *arguments
+    return None
 
 
 def child_environment(compile_cache: Path) -> dict[str, str]:

@@ -90,14 +90,15 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str:
-    path = cxx_compiler()
-    if path is None:
+    command = cxx_compiler()
+    if command is None:
         return "none found (set CXX, or install g++ or clang++)"
+    name = " ".join(command)
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{path}, which does not run ({error})"
-    return f"{path}, {done.stdout.partition(chr(10))[0]}"
+        return f"{name}, which does not run ({error})"
+    return f"{name}, {done.stdout.partition(chr(10))[0]}"
 
 
 def _read(path: Path) -> str:

@@ -41,6 +41,7 @@ _KERNEL_SETS: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
 }
 _KERNEL_SETS_ANYWHERE: Mapping[str, Sequence[str]] = {"generic": []}
+_OPS = ("cmoe_cpu::fused_experts", "cmoe_cpu::route")
 _TORCH_SOURCES = ("fused_experts", "route", "kernel_choice")
 
 # No contraction: every tile shape has to round alike, so a fused multiply-add is always written.
@@ -54,7 +55,9 @@ class BuildError(RuntimeError):
 def library(extra_flags: Sequence[str] = ()) -> Path:
     """The compiled library, from the cache or built now (about ten seconds). Raises BuildError.
 
-    Two processes may build at once: each writes to a folder of its own, the last one wins.
+    Its name is the digest of its bytes, so that a damaged or a foreign file is never loaded: a
+    truncated library would end the process with SIGBUS. Two processes may build at once: each
+    works in a folder of its own, then moves its library into place in one step.
     """
     compiler = cxx_compiler()
     if platform.system() not in ("Linux", "Darwin"):
@@ -62,20 +65,36 @@ def library(extra_flags: Sequence[str] = ()) -> Path:
     if compiler is None:
         raise BuildError("no C++ compiler found; install g++ or point CXX at one")
     flags = (*_FLAGS, *extra_flags)
-    target = cache_dir() / f"cpu-{_key(compiler, flags)}" / "cmoe_cpu.so"
-    if target.exists():
-        return target
-    logger.warning("compiling the CPU kernels with %s, once, into %s", compiler, target.parent)
-    start = time.perf_counter()
+    folder = cache_dir() / f"cpu-{_key(compiler, flags)}"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            built = _build(compiler, flags, Path(folder))
-            built.replace(target)
+        cached = _intact(folder)
+        if cached is not None:
+            return cached
+        logger.warning(
+            "compiling the CPU kernels with %s, once, into %s", " ".join(compiler), folder
+        )
+        start = time.perf_counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = _build(compiler, flags, Path(scratch))
+            target = built.replace(folder / f"{_digest(built)}.so")
     except OSError as error:
         raise BuildError(f"the CPU kernels could not be built: {error}") from error
     logger.info("compiled the CPU kernels in %.1f s", time.perf_counter() - start)
     return target
+
+
+def _intact(folder: Path) -> Path | None:
+    """A library of the folder that is what its name says; those that are not are removed."""
+    for path in sorted(folder.glob("*.so")):
+        if path.stem == _digest(path):
+            return path
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 
 
 def _kernel_sets() -> dict[str, Sequence[str]]:
@@ -88,16 +107,16 @@ def _torch_flags() -> list[str]:
     return [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(include)]
 
 
-def _key(compiler: str, flags: Sequence[str]) -> str:
+def _key(compiler: Sequence[str], flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for part in (torch.__version__, platform.machine(), compiler, *flags, str(_kernel_sets())):
+    for part in (torch.__version__, platform.machine(), *compiler, *flags, str(_kernel_sets())):
         digest.update(part.encode() + b"\0")
     for source in sorted((*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h"))):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def _build(compiler: str, flags: Sequence[str], folder: Path) -> Path:
+def _build(compiler: Sequence[str], flags: Sequence[str], folder: Path) -> Path:
     kernel_sets = _kernel_sets()
     have = [f"-DCMOE_HAVE_{name.upper()}" for name in kernel_sets]
     jobs = {f"kernels_{name}": [*flags, *own] for name, own in kernel_sets.items()}
@@ -105,7 +124,7 @@ def _build(compiler: str, flags: Sequence[str], folder: Path) -> Path:
 
     def compile_one(name: str) -> str:
         output = str(folder / f"{name}.o")
-        _run([compiler, *jobs[name], "-c", str(SOURCES / f"{name}.cpp"), "-o", output])
+        _run([*compiler, *jobs[name], "-c", str(SOURCES / f"{name}.cpp"), "-o", output])
         return output
 
     # Threads only wait for the compiler here.
@@ -114,7 +133,7 @@ def _build(compiler: str, flags: Sequence[str], folder: Path) -> Path:
     linked = folder / "cmoe_cpu.so"
     torch_lib = Path(torch.__file__).parent / "lib"
     libraries = [f"-L{torch_lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_lib}"]
-    _run([compiler, *flags, "-shared", *objects, "-o", str(linked), *libraries])
+    _run([*compiler, *flags, "-shared", *objects, "-o", str(linked), *libraries])
     return linked
 
 
@@ -136,4 +155,7 @@ def load() -> str | None:
         return str(error)
     except (OSError, RuntimeError) as error:
         return f"the compiled CPU kernels do not load: {error}"
+    missing = [name for name in _OPS if not torch._C._dispatch_has_kernel(name)]
+    if missing:
+        return f"{path} does not register {', '.join(missing)}; remove it"
     return None

@@ -216,11 +216,12 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
   }
 }
 
-template <class D>
-void load_bias(const void* bias, DType dtype, int64_t at, int64_t n, float* to) {
+// Columns [at, at + n) of an expert's bias, or zeros.
+inline void load_bias(const Bias& bias, int64_t expert, int64_t at, int64_t n, float* to) {
+  at += expert * bias.stride_e;
   for (int64_t i = 0; i < n; i += kLanes) {
     const int m = static_cast<int>(least<int64_t>(kLanes, n - i));
-    vstore(to + i, bias ? load_any(dtype, bias, at + i, m) : vset(0.0f), m);
+    vstore(to + i, bias.data ? load_any(bias.dtype, bias.data, at + i, m) : vset(0.0f), m);
   }
 }
 
@@ -323,12 +324,11 @@ struct Run {
   // Columns [column, column + n) of h for every row of the expert.
   void gate_up(int64_t position, int64_t column, int64_t n, const W* after, Local& local) {
     const X* rows[kRowsPerBlock + kTileM];
-    const int64_t up = p.I + column, stride = 2 * n,
-                  bias = p.plan.expert[position] * p.b13_stride_e;
+    const int64_t up = p.I + column, stride = 2 * n, expert = p.plan.expert[position];
     const W* w = w13_at(position, parts() * column);
     const W* w_up = up_apart() ? w13_at(position, up) : nullptr;
-    load_bias<D>(p.b13, p.dtype, bias + parts() * column, parts() * n, local.bias);
-    if (up_apart()) load_bias<D>(p.b13, p.dtype, bias + up, n, local.bias + n);
+    load_bias(p.b13, expert, parts() * column, parts() * n, local.bias);
+    if (up_apart()) load_bias(p.b13, expert, up, n, local.bias + n);
     const int64_t first = p.plan.offset[position], last = p.plan.offset[position + 1];
     const int64_t block = rows_per_block(last - first);
     for (int64_t r = first; r < last; r += block) {
@@ -394,7 +394,7 @@ struct Run {
   void down(int64_t position, int64_t column, int64_t n, float* acc, int64_t acc_stride,
             const W* after, Local& local) {
     const X* rows[kRowsPerBlock + kTileM];
-    load_bias<D>(p.b2, p.dtype, p.plan.expert[position] * p.b2_stride_e + column, n, local.bias);
+    load_bias(p.b2, p.plan.expert[position], column, n, local.bias);
     const int64_t first = p.plan.offset[position], last = p.plan.offset[position + 1];
     const int64_t block = rows_per_block(last - first);
     const RowGroup<W> groups[1] = {{w2_at(position, column), n, local.c}};

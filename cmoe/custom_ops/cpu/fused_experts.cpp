@@ -57,13 +57,24 @@ Matrices matrices_of(const at::Tensor& w) {
   return {w.const_data_ptr(), w.stride(0), w.stride(1), w.stride(2)};
 }
 
-void check_bias(const char* name, const std::optional<at::Tensor>& bias, const at::Tensor& x,
-                int64_t E, int64_t N) {
+// The bias as the kernels read it: rows contiguous, of one of their dtypes.
+at::Tensor as_bias(const std::optional<at::Tensor>& bias) {
+  if (!bias.has_value()) return {};
+  const at::ScalarType dtype = bias->scalar_type();
+  const bool known = dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat;
+  const at::Tensor b = known ? *bias : bias->to(at::kFloat);
+  return b.size(1) > 1 && b.stride(1) != 1 ? b.contiguous() : b;
+}
+
+Bias bias_of(const at::Tensor& b) {
+  if (!b.defined()) return {};
+  return {b.const_data_ptr(), b.stride(0), dtype_of(b)};
+}
+
+void check_bias(const char* name, const std::optional<at::Tensor>& bias, int64_t E, int64_t N) {
   if (!bias.has_value()) return;
   TORCH_CHECK_VALUE(bias->dim() == 2 && bias->size(0) == E && bias->size(1) == N, name,
                     " must be [", E, ", ", N, "]; got ", bias->sizes());
-  TORCH_CHECK_VALUE(bias->scalar_type() == x.scalar_type(), name, " must be ", x.scalar_type(),
-                    " like x; got ", bias->scalar_type());
 }
 
 void check(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
@@ -89,8 +100,6 @@ void check(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
                     "topk_ids must be int32 or int64, got ", topk_ids.scalar_type());
   TORCH_CHECK_VALUE(topk_weights.sizes() == topk_ids.sizes(), "topk_weights ", topk_weights.sizes(),
                     " and topk_ids ", topk_ids.sizes(), " must have the same shape");
-  TORCH_CHECK_VALUE(topk_weights.scalar_type() == at::kFloat, "topk_weights must be float32, got ",
-                    topk_weights.scalar_type());
   TORCH_CHECK_VALUE(!weight_on_input || topk_ids.size(1) == 1,
                     "apply_router_weight_on_input needs top_k = 1, got ", topk_ids.size(1));
   if (expert_map.has_value())
@@ -114,7 +123,7 @@ Slots& slots() {
 }
 
 at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::Tensor& w2_,
-                         const at::Tensor& topk_weights, const at::Tensor& topk_ids,
+                         const at::Tensor& topk_weights_, const at::Tensor& topk_ids,
                          const std::optional<at::Tensor>& w13_bias,
                          const std::optional<at::Tensor>& w2_bias,
                          const std::optional<at::Tensor>& expert_map,
@@ -122,12 +131,14 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::
                          std::optional<double> limit, bool interleaved,
                          bool apply_router_weight_on_input) {
   const NamedActivation& activation = find_activation(activation_name);
-  check(x, w13_, w2_, topk_weights, topk_ids, expert_map, activation, apply_router_weight_on_input);
+  check(x, w13_, w2_, topk_weights_, topk_ids, expert_map, activation, apply_router_weight_on_input);
   const int64_t E = w2_.size(0), H = w2_.size(1), I = w2_.size(2);
-  check_bias("w13_bias", w13_bias, x, E, w13_.size(1));
-  check_bias("w2_bias", w2_bias, x, E, H);
+  check_bias("w13_bias", w13_bias, E, w13_.size(1));
+  check_bias("w2_bias", w2_bias, E, H);
   const DType dtype = dtype_of(x);
 
+  const at::Tensor topk_weights =
+      topk_weights_.scalar_type() == at::kFloat ? topk_weights_ : topk_weights_.to(at::kFloat);
   auto slot = slots().lease();
   const int64_t num_ids = expert_map.has_value() ? expert_map->size(0) : E;
   const int32_t* map = expert_map.has_value() ? expert_map->const_data_ptr<int32_t>() : nullptr;
@@ -143,12 +154,7 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::
       at::empty({x.size(0), H}, x.options().memory_format(at::MemoryFormat::Contiguous));
   if (out.numel() == 0) return out;
   const at::Tensor w13 = as_matrices(w13_), w2 = as_matrices(w2_);
-  const at::Tensor b13 = w13_bias.has_value() && w13_bias->size(1) > 1 && w13_bias->stride(1) != 1
-                             ? w13_bias->contiguous()
-                             : w13_bias.value_or(at::Tensor());
-  const at::Tensor b2 = w2_bias.has_value() && w2_bias->size(1) > 1 && w2_bias->stride(1) != 1
-                            ? w2_bias->contiguous()
-                            : w2_bias.value_or(at::Tensor());
+  const at::Tensor b13 = as_bias(w13_bias), b2 = as_bias(w2_bias);
 
   Problem p;
   p.dtype = dtype;
@@ -160,14 +166,8 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::
   p.x_stride_col = H > 1 ? x.stride(1) : 1;
   p.w13 = matrices_of(w13);
   p.w2 = matrices_of(w2);
-  if (b13.defined()) {
-    p.b13 = b13.const_data_ptr();
-    p.b13_stride_e = b13.stride(0);
-  }
-  if (b2.defined()) {
-    p.b2 = b2.const_data_ptr();
-    p.b2_stride_e = b2.stride(0);
-  }
+  p.b13 = bias_of(b13);
+  p.b2 = bias_of(b2);
   p.gated = activation.gated;
   p.interleaved = interleaved && activation.gated;
   p.activation = activation.activation;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <utility>
 
 namespace cmoe {
 
@@ -29,28 +30,35 @@ std::vector<const Kernels*> runnable_kernels() {
   return sets;
 }
 
-// Seconds for a fixed amount of tile work: the best of several, since others may use the processor
-// too.
-static double probe_seconds(const Kernels& kernels) {
+// Seconds for a fixed amount of tile work by each of two sets: the best of several by turns, since
+// others may use the processor too and its clock may move.
+static std::pair<double, double> probe_seconds(const Kernels& a, const Kernels& b) {
   constexpr int64_t kMultiplyAdds = 2 << 20;
-  double best = 1.0;
-  for (int i = 0; i < 8; ++i) {
+  auto seconds = [](const Kernels& kernels) {
     const auto start = std::chrono::steady_clock::now();
     kernels.probe(kMultiplyAdds);
-    best = std::min(
-        best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  std::pair<double, double> best(1.0, 1.0);
+  for (int i = 0; i < 8; ++i) {
+    best.first = std::min(best.first, seconds(a));
+    best.second = std::min(best.second, seconds(b));
   }
   return best;
 }
 
 // Only the two AVX-512 sets can be in doubt: vdpbf16ps takes two products an instruction but runs
-// at full rate on some processors, at a quarter on others. The margin keeps the choice the same
-// from run to run.
+// at full rate on some processors, at a quarter of it on others, so that one of the sets takes about
+// twice as long as the other. The margin lies between, so that a disturbed probe does not change the
+// choice, with it the last bits of every result, from run to run.
+constexpr double kMargin = 1.3;
+
 const Kernels& best_kernels() {
   static const Kernels* const best = [] {
     const auto sets = runnable_kernels();
     if (sets.size() < 2 || std::string(sets[0]->name) != "avx512_bf16") return sets[0];
-    return probe_seconds(*sets[0]) < probe_seconds(*sets[1]) ? sets[0] : sets[1];
+    const auto [native, widened] = probe_seconds(*sets[0], *sets[1]);
+    return native < kMargin * widened ? sets[0] : sets[1];
   }();
   return *best;
 }

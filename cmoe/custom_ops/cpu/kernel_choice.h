@@ -12,7 +12,7 @@ namespace cmoe {
 // The sets that this processor can run, of those in this build.
 std::vector<const Kernels*> runnable_kernels();
 
-// The fastest of them for bf16 weights, measured at the first call (about a millisecond).
+// The fastest of them for bf16 weights, measured at the first call (a few milliseconds).
 const Kernels& best_kernels();
 
 // The set in use: best_kernels(), unless use_kernels named another.

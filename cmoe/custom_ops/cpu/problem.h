@@ -28,6 +28,13 @@ struct Matrices {
   int64_t stride_e = 0, stride_row = 0, stride_col = 0;
 };
 
+// A stack of vectors [E, n], n contiguous; the stride in elements. Null data: none.
+struct Bias {
+  const void* data = nullptr;
+  int64_t stride_e = 0;
+  DType dtype = DType::kFP32;
+};
+
 // Which rows go to which expert. Experts ascend, so that a token's contributions are summed in an
 // order that only its own ids decide, never the rest of the batch.
 struct Plan {
@@ -52,9 +59,7 @@ struct Problem {
   const void* x = nullptr;  // [T, H]
   int64_t x_stride_row = 0, x_stride_col = 1;
   Matrices w13, w2;           // [E, N13, H], [E, H, I]
-  const void* b13 = nullptr;  // [E, N13] or null
-  const void* b2 = nullptr;   // [E, H] or null
-  int64_t b13_stride_e = 0, b2_stride_e = 0;
+  Bias b13, b2;               // [E, N13], [E, H]
   bool gated = true;
   bool interleaved = false;  // gate and up rows alternate, gate first; only if gated
   Activation activation = Activation::kSilu;

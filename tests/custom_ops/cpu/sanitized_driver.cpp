@@ -123,10 +123,8 @@ bool one_call(const Kernels& kernels, int seed) {
   p.w13 = turned ? Matrices{w13.data(), N * H, 1, N} : Matrices{w13.data(), N * H, H, 1};
   p.w2 = turned ? Matrices{w2.data(), H * I, 1, H} : Matrices{w2.data(), H * I, I, 1};
   if (bias) {
-    p.b13 = b13.data();
-    p.b13_stride_e = N;
-    p.b2 = b2.data();
-    p.b2_stride_e = H;
+    p.b13 = {b13.data(), N, dtype};
+    p.b2 = {b2.data(), H, dtype};
   }
   p.gated = gated;
   p.interleaved = interleaved;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from cmoe.custom_ops.backends import Kernels, LayerSpec, choose_backend
 from cmoe.custom_ops.cpu import BACKEND, build
+from cmoe.environment import cxx_compiler
 
 SPEC = LayerSpec(
     device=torch.device("cpu"),
@@ -70,6 +72,86 @@ def test_a_library_that_does_not_load_is_a_reason(
     assert reason.startswith("the compiled CPU kernels do not load: ")
 
 
+@pytest.fixture
+def small_build(unloaded: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Building takes a moment and gives a few bytes; the folders it was done in."""
+    folders: list[Path] = []
+
+    def build_now(compiler: Sequence[str], flags: Sequence[str], folder: Path) -> Path:
+        folders.append(folder)
+        (folder / "linked.so").write_bytes(b"some bytes")
+        return folder / "linked.so"
+
+    monkeypatch.setattr(build, "_build", build_now)
+    return folders
+
+
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "foreign", "changed"])
+def test_a_damaged_library_is_built_anew(small_build: list[Path], damage: str) -> None:
+    library = build.library()
+    good = library.read_bytes()
+    assert build.library() == library
+    assert len(small_build) == 1
+    if damage == "foreign":
+        library.rename(library.with_name("0123.so"))
+    else:
+        bad = {"truncated": good[:4], "emptied": b"", "changed": good[:-1] + b"!"}[damage]
+        library.write_bytes(bad)
+    again = build.library()
+    assert len(small_build) == 2
+    assert again.read_bytes() == good
+    assert list(again.parent.iterdir()) == [again]
+
+
+def test_a_truncated_library_does_not_end_the_process(tmp_path: Path, cpu_kernels: Kernels) -> None:
+    """Loading it would: the loader maps pages that the file no longer has."""
+    intact = build.library()
+    cached = tmp_path / intact.parent.name / intact.name
+    cached.parent.mkdir()
+    cached.write_bytes(intact.read_bytes()[: intact.stat().st_size // 3])
+    program = (
+        "import shutil\n"
+        "from cmoe.custom_ops.cpu import build\n"
+        "def build_now(compiler, flags, folder):\n"
+        f"    return shutil.copy({str(intact)!r}, folder / 'new.so')\n"
+        "build._build = build_now\n"
+        "print(build.load(), end='')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "CMOE_CACHE_DIR": str(tmp_path)},
+        cwd=build.SOURCES.parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "None"), done.stderr
+    assert cached.read_bytes() == intact.read_bytes()
+
+
+def test_a_library_without_the_ops_is_a_reason(
+    unloaded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_OPS", ("cmoe_cpu::no_such_op",))
+    monkeypatch.setattr(build, "library", lambda: Path(torch._C.__file__))
+    (reason,) = BACKEND.refuses(SPEC)
+    assert reason == f"{torch._C.__file__} does not register cmoe_cpu::no_such_op; remove it"
+
+
+def test_the_compiler_may_have_arguments(unloaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = unloaded / "log"
+    compiler = unloaded / "my g++"
+    compiler.write_text(f'#!/bin/sh\necho "$1" >> {log}\necho "error: enough" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", f"'{compiler}' -m64")
+    assert cxx_compiler() == (str(compiler), "-m64")
+    (reason,) = BACKEND.refuses(SPEC)
+    assert reason.endswith("my g++ failed: error: enough")
+    assert set(log.read_text().split()) == {"-m64"}
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    assert cxx_compiler() is None
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -85,13 +167,14 @@ def test_what_the_kernels_cannot_run(changes: dict[str, object], reason: str) ->
 
 def test_the_key_knows_sources_flags_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {
-        build._key("g++", ("-O2",)),
-        build._key("g++", ("-O1",)),
-        build._key("clang++", ("-O2",)),
+        build._key(("g++",), ("-O2",)),
+        build._key(("g++",), ("-O1",)),
+        build._key(("g++", "-m64"), ("-O2",)),
+        build._key(("clang++",), ("-O2",)),
     }
     monkeypatch.setattr(torch, "__version__", "0.0")
-    keys.add(build._key("g++", ("-O2",)))
-    assert len(keys) == 4
+    keys.add(build._key(("g++",), ("-O2",)))
+    assert len(keys) == 5
 
 
 @pytest.mark.slow
@@ -122,7 +205,8 @@ def test_two_processes_may_build_at_once(tmp_path: Path, cpu_kernels: Kernels) -
         assert output == "generic\n"
         assert errors.count("compiling the CPU kernels") == 1
     (folder,) = tmp_path.iterdir()
-    assert [path.name for path in folder.iterdir()] == ["cmoe_cpu.so"]
+    names = [path.name for path in folder.iterdir()]
+    assert names == [f"{build._digest(folder / names[0])}.so"]
 
 
 def test_the_kernel_set_can_be_named(cpu_kernels: Kernels) -> None:

@@ -14,6 +14,7 @@ from cmoe.custom_ops.route import SCHEMA, SCORING_FUNCTIONS
 from tests.oracle import naive_route
 
 INF, NAN = float("inf"), float("nan")
+LOWEST = torch.finfo(torch.float32).min
 # A score is an exponential of a rounded argument of at most 16, then at most a sum, a quotient, a
 # product: some dozens of rounding steps of float32, relative.
 RTOL = 64 * torch.finfo(torch.float32).eps
@@ -49,9 +50,15 @@ def call(
 
 def check(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
     weights, ids = call(logits, top_k, **options)
+    bias = options.get("bias")
+    if bias is not None:  # a NaN ranks like the lowest number, an infinity like the outermost one
+        options = options | dict(bias=torch.nan_to_num(bias, nan=LOWEST))
     exact_weights, exact_ids = naive_route(logits, top_k, **options)
     assert torch.equal(ids.long(), exact_ids)
-    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    assert (weights.dtype, ids.dtype) == (
+        torch.promote_types(logits.dtype, torch.float32),
+        torch.int32,
+    )
     assert weights.shape == ids.shape == (logits.shape[0], top_k)
     assert weights.is_contiguous()
     assert ids.is_contiguous()
@@ -72,7 +79,7 @@ def test_random_routers(seed: int) -> None:
     softmax_after_topk = choose.random() < 0.25
     check(
         (2 * torch.randn(choose.choice([0, 1, 7, 33]), E)).to(
-            choose.choice([torch.float32, torch.bfloat16, torch.float16])
+            choose.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
         ),
         choose.randint(1, topk_group * E // groups),
         # Few bits, so that float32 and float64 agree on every sum.
@@ -127,6 +134,38 @@ def test_rows_that_are_not_finite(scoring_func: str, with_bias: bool) -> None:
     assert torch.equal(ids[:2], alone[1])
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("scoring_func", SCORING_FUNCTIONS)
+def test_biases_that_are_not_finite(scoring_func: str, groups: int) -> None:
+    """Every place of a NaN, of an infinity: chosen last or first, ids distinct and in range."""
+    logits = torch.randn(5, 16)
+    for value in (NAN, INF, -INF):
+        for count in (1, 3, 15, 16):
+            bias = torch.zeros(16)
+            bias[torch.randperm(16)[:count]] = value
+            weights, ids = check(
+                logits,
+                6,
+                bias=bias,
+                scoring_func=scoring_func,
+                num_expert_group=groups,
+                topk_group=(groups + 1) // 2,
+            )
+            assert all(len(set(row)) == 6 for row in ids.tolist())
+            assert weights.isfinite().all()
+
+
+def test_float64_logits_are_routed_in_float64() -> None:
+    """Logits that float32 would take for equal."""
+    logits = torch.tensor([[1.0, 1.0 + 1e-12, 1.0 - 1e-12]], dtype=torch.float64)
+    assert call(logits, 2)[1].tolist() == [[1, 0]]
+    bias = torch.tensor([0.0, 0.0, 1e-11], dtype=torch.float64)
+    weights, ids = call(logits, 2, bias=bias, scoring_func="sigmoid")
+    assert ids.tolist() == [[2, 1]]
+    exact, _ = naive_route(logits, 2, bias=bias, scoring_func="sigmoid")
+    torch.testing.assert_close(weights, exact, rtol=1e-15, atol=0)
+
+
 def test_negative_choices_lose_to_no_masked_group() -> None:
     bias = torch.full((8,), -2.0)
     _, ids = check(
@@ -174,7 +213,8 @@ def test_strides_of_the_logits() -> None:
         (dict(num_expert_group=3), r"num_expert_group \(3\) must divide the 8 experts"),
         (dict(num_expert_group=4, topk_group=5), "topk_group .5. must be between"),
         (dict(top_k=5, num_expert_group=4, topk_group=2), r"top_k \(5\) exceeds the 4 experts"),
-        (dict(logits=torch.zeros(2, 8).double()), "route bfloat16, float16, float32"),
+        (dict(logits=torch.zeros(2, 8, dtype=torch.long)), r"logits must be a float tensor"),
+        (dict(softmax_after_topk=True, bias=torch.zeros(8)), "give no bias"),
         (dict(logits=torch.zeros(8)), r"logits must be a float tensor \[T, E\]"),
     ],
 )

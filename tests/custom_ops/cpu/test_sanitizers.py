@@ -36,13 +36,13 @@ def test_random_calls(sanitizer: str, tmp_path: Path) -> None:
 
     def compile_one(source: Path) -> str:
         output = tmp_path / f"{source.stem}.o"
-        build._run([compiler, *flags, *sources[source], "-c", str(source), "-o", str(output)])
+        build._run([*compiler, *flags, *sources[source], "-c", str(source), "-o", str(output)])
         return str(output)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         objects = list(pool.map(compile_one, sources))
     program = tmp_path / "driver"
-    build._run([compiler, *flags, *objects, "-pthread", "-o", str(program)])
+    build._run([*compiler, *flags, *objects, "-pthread", "-o", str(program)])
     run = subprocess.run([program, str(CALLS)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count(f"{CALLS} calls") >= 1
