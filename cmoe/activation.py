@@ -72,6 +72,11 @@ class Activation:
             raise ValueError(
                 f"unknown activation {self.name!r}; choose one of {', '.join(ACTIVATIONS)}"
             )
+        for name in ("alpha", "limit"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number and not (name == "limit" and value is None):
+                raise ValueError(f"activation {name} must be a number, got {value!r}")
         if self.limit is not None and not (self.limit > 0 and math.isfinite(self.limit)):
             raise ValueError(f"activation limit must be positive and finite, got {self.limit}")
 

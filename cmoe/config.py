@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 
 from cmoe.activation import Activation
-from cmoe.families import Attr, family_of
+from cmoe.families import FAMILIES, SWITCH_ONLY, Attr, Choice, family_of
 
 _HF_ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
@@ -46,6 +46,7 @@ class RouterConfig:
     apply_router_weight_on_input: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.scoring_func not in ("softmax", "sigmoid", "sqrtsoftplus"):
             raise ValueError(
                 f"unknown scoring_func {self.scoring_func!r}; "
@@ -60,17 +61,23 @@ class RouterConfig:
                 f"num_expert_group ({self.num_expert_group}) with topk_group ({self.topk_group}) "
                 "needs use_grouped_topk=True"
             )
-        scale = self.routed_scaling_factor
-        if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-            raise ValueError(f"routed_scaling_factor must be finite, got {scale!r}")
-        for name in ("num_expert_group", "topk_group"):
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name} must be an int, got {getattr(self, name)!r}")
         if not 1 <= self.topk_group <= self.num_expert_group:
             raise ValueError(
                 f"topk_group ({self.topk_group}) must be between 1 and "
                 f"num_expert_group ({self.num_expert_group})"
             )
+
+    def _check_types(self) -> None:
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if field_.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{field_.name} must be True or False, got {value!r}")
+            if field_.type == "int" and not _is_int(value):
+                raise ValueError(f"{field_.name} must be an int, got {value!r}")
+        scale = self.routed_scaling_factor
+        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if not is_number or not math.isfinite(scale):
+            raise ValueError(f"routed_scaling_factor must be finite, got {scale!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,13 +174,16 @@ class MoEConfig:
             object.__setattr__(self, "activation", Activation.named(self.activation))
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not _is_int(value) or value < 1:
                 raise ValueError(f"{name} must be a positive int, got {value!r}")
+        if not isinstance(self.has_bias, bool):
+            raise ValueError(f"has_bias must be True or False, got {self.has_bias!r}")
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})"
             )
-        if not self.params_dtype.is_floating_point:
+        is_dtype = isinstance(self.params_dtype, torch.dtype)
+        if not is_dtype or not self.params_dtype.is_floating_point:
             raise ValueError(f"params_dtype must be a float dtype, got {self.params_dtype}")
         self._check_router()
 
@@ -210,57 +220,131 @@ class MoEConfig:
     def from_hf(cls, hf_config: Any) -> MoEConfig:
         """The layer that a Hugging Face config describes.
 
-        hf_config: a transformers config, or the dict of a config.json. The dtype is the config's,
-        else torch's default. ValueError for a family that is not in the table, or for an attribute
-        that the family's row names but the config lacks.
+        hf_config: a transformers config, or the dict of a config.json; of a model of several parts,
+        the part that has experts is read. The dtype is the config's, else torch's default.
+        ValueError for a family that is not in the table, for an attribute that the family's row
+        names but the config lacks, for values that no layer can have.
         """
-        family = family_of(_attribute(hf_config, Attr("model_type")))
-        activation = _resolve(hf_config, family.activation)
-        activation["name"] = _HF_ACTIVATIONS.get(activation["name"], activation["name"])
+        part = moe_part(hf_config)
+        family = family_of(part_type := _model_type(part))
+        activation = _resolve(part, family.activation)
+        if not isinstance(activation["name"], str):
+            raise ValueError(
+                f"the activation of {part_type} must be a name, got {activation['name']!r}"
+            )
+        name = _HF_ACTIVATIONS.get(activation["name"], activation["name"])
+        activation["name"] = name if family.gated else f"{name}_no_mul"
+        layout = family.file_layout or family.layout
         return cls(
             activation=Activation(**activation),
-            router=RouterConfig(**_resolve(hf_config, family.router)),
-            layout=CheckpointLayout(transposed=family.transposed, interleaved=family.interleaved),
-            params_dtype=_dtype(hf_config),
-            **_resolve(hf_config, family.config),
+            router=RouterConfig(**_resolve(part, family.router)),
+            layout=CheckpointLayout(transposed=layout.transposed, interleaved=layout.interleaved),
+            params_dtype=_dtype(part) or _dtype(hf_config) or torch.get_default_dtype(),
+            **_resolve(part, family.config),
         )
+
+
+def moe_part(hf_config: Any) -> Any:
+    """The part of a Hugging Face config whose model_type the table of families knows.
+
+    hf_config itself, or the one config within it, at any depth. ValueError where there are several;
+    hf_config where there is none.
+    """
+    if _is_known(hf_config):
+        return hf_config
+    found = [part for part in _parts(hf_config) if _is_known(part)]
+    if len(found) > 1:
+        names = ", ".join(_model_type(part) for part in found)
+        raise ValueError(
+            f"the Hugging Face config has several parts with experts: {names}; give one"
+        )
+    return found[0] if found else hf_config
+
+
+def _is_known(hf_config: Any) -> bool:
+    known = [*SWITCH_ONLY, *(family.model_type for family in FAMILIES)]
+    return _read(hf_config, "model_type") in known
+
+
+def _parts(hf_config: Any) -> Iterator[Any]:
+    """The configs within a config."""
+    inside = hf_config if isinstance(hf_config, Mapping) else _read(hf_config, "__dict__")
+    if inside is _MISSING:
+        return
+    for value in inside.values():
+        if _read(value, "model_type") is not _MISSING:
+            yield value
+            yield from _parts(value)
+
+
+def _model_type(hf_config: Any) -> str:
+    name = _attribute(hf_config, Attr("model_type"))
+    if not isinstance(name, str):
+        raise ValueError(f"model_type of the Hugging Face config must be a string, got {name!r}")
+    return name
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _attribute(hf_config: Any, attribute: Attr) -> Any:
+_MISSING = object()
+
+
+def _read(hf_config: Any, name: str) -> Any:
     """An attribute of a transformers config, or an entry of a config.json's dict."""
-    missing = object()
-    for name in (attribute.name, attribute.other_name):
-        if name is None:
-            continue
-        if isinstance(hf_config, Mapping):
-            value = hf_config.get(name, missing)
-        else:
-            value = getattr(hf_config, name, missing)
-        if value is not missing:
-            return value
-    if attribute.default is None:
+    if isinstance(hf_config, Mapping):
+        return hf_config.get(name, _MISSING)
+    return getattr(hf_config, name, _MISSING)
+
+
+def _attribute(hf_config: Any, attribute: Attr) -> Any:
+    """The value that the config has under one of the names, else the default."""
+    value = _read(hf_config, attribute.name)
+    if value in (_MISSING, None) and attribute.other_name is not None:
+        value = _read(hf_config, attribute.other_name)
+    if value in (_MISSING, None) and attribute.default is not None:
+        value = attribute.default
+    if value is _MISSING:
         raise ValueError(
             f"the Hugging Face config has no {attribute.name!r}; is it of another family?"
         )
-    return attribute.default
+    return value
 
 
-def _resolve(hf_config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _attribute(hf_config, value) if isinstance(value, Attr) else value
-        for key, value in fields.items()
-    }
+def _resolve(hf_config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _value(hf_config, value) for key, value in values.items()}
 
 
-def _dtype(hf_config: Any) -> torch.dtype:
-    if isinstance(hf_config, Mapping):
-        value = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    else:
-        value = hf_config.dtype
-    if isinstance(value, str):
-        value = getattr(torch, value.removeprefix("torch."), None)
-    return value if isinstance(value, torch.dtype) else torch.get_default_dtype()
+def _value(hf_config: Any, value: Any) -> Any:
+    if isinstance(value, Attr):
+        return _attribute(hf_config, value)
+    if isinstance(value, Choice):
+        chosen = _attribute(hf_config, Attr(value.attribute))
+        for key, result in value.values.items():
+            if chosen == key:
+                return _value(hf_config, result)
+        known = ", ".join(map(str, value.values))
+        raise ValueError(
+            f"{value.attribute} of the Hugging Face config is {chosen!r}; choose one of {known}"
+        )
+    return value
+
+
+def _dtype(hf_config: Any) -> torch.dtype | None:
+    """The dtype that the config states; None where it leaves that open."""
+    value = _read(hf_config, "dtype")
+    if value in (_MISSING, None) and isinstance(hf_config, Mapping):
+        value = hf_config.get("torch_dtype")
+    if value in (_MISSING, None, "auto"):
+        return None
+    named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(named, torch.dtype):
+        raise ValueError(
+            f"dtype of the Hugging Face config is {value!r}, which torch does not have"
+        )
+    return named

@@ -1,18 +1,14 @@
-"""The table of families, against what transformers' own classes say."""
+"""The table of families as data; tests/integrations/transformers holds it against models."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
-from typing import Any
 
 import pytest
-import torch
 
 from cmoe.activation import Activation
 from cmoe.config import MoEConfig, RouterConfig
-from cmoe.families import FAMILIES, Attr, Family, family_of
+from cmoe.families import FAMILIES, SWITCH_ONLY, Attr, Family, family_of
 
 ROWS = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 
@@ -53,68 +49,27 @@ def test_a_row_is_frozen(family: Family) -> None:
         Attr("a").name = "b"
 
 
-def modeling_of(family: Family) -> Any:
-    pytest.importorskip("transformers")
-    name = family.model_type
-    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+@pytest.mark.parametrize("model_type", SWITCH_ONLY)
+def test_a_family_without_a_row_has_its_reason(model_type: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"'{model_type}' is served by the experts switch"
+    ) as error:
+        family_of(model_type)
+    assert SWITCH_ONLY[model_type] in str(error.value)
 
 
-def tiny_block(family: Family) -> tuple[Any, torch.nn.Module]:
-    """The family's Hugging Face config with odd sizes, and its sparse block on the meta device."""
-    modeling = modeling_of(family)
-    block = getattr(modeling, family.block)
-    config_class = next(
-        cls
-        for name, cls in vars(modeling).items()
-        if name.endswith("Config") and getattr(cls, "model_type", None) == family.model_type
-    )
-    sizes = {"num_experts": 16, "top_k": 2, "hidden_size": 24, "intermediate_size": 20}
-    attributes = {family.config[field].name: size for field, size in sizes.items()}
-    hf_config = config_class(**attributes)
-    with torch.device("meta"):
-        return hf_config, block(hf_config)
-
-
-@ROWS
-def test_the_blocks_modules_have_the_names_of_the_row(family: Family) -> None:
-    _, block = tiny_block(family)
-    children = dict(block.named_children())
-    shared = set() if family.shared_experts is None else {family.shared_experts}
-    assert set(children) == {"experts", family.gate} | shared
-    assert children[family.gate].weight.shape == (16, 24)
+def test_the_names_of_a_runner() -> None:
+    pairs = dict(family_of("hunyuan_v1_moe").runner_names())
+    assert pairs["experts.gate_up_proj"] == "routed_experts.w13_weight"
+    assert pairs["gate.wg."] == "gate."
+    assert pairs["shared_mlp."] == "shared_experts.mlp."
+    pairs = dict(family_of("nemotron_h").runner_names())
+    assert pairs["experts.up_proj"] == "routed_experts.w13_weight"
+    assert pairs["gate.e_score_correction_bias"] == "router.e_score_correction_bias"
+    assert pairs["fc1_latent_proj."] == "input_transform."
 
 
 @ROWS
-def test_the_fused_weights_lie_as_the_row_says(family: Family) -> None:
-    hf_config, block = tiny_block(family)
-    config = MoEConfig.from_hf(hf_config)
-    assert (config.layout.transposed, config.layout.interleaved) == (
-        family.transposed,
-        family.interleaved,
-    )
-    gate_up, down = (16, 40, 24), (16, 24, 20)
-    if family.transposed:
-        gate_up, down = (16, 24, 40), (16, 20, 24)
-    assert block.experts.gate_up_proj.shape == gate_up
-    assert block.experts.down_proj.shape == down
-    assert hasattr(block.experts, "down_proj_bias") == config.has_bias
-    source = inspect.getsource(type(block.experts))
-    assert ("::2]" in source) == family.interleaved
-
-
-@ROWS
-def test_the_router_says_whether_it_has_a_bias(family: Family) -> None:
-    hf_config, block = tiny_block(family)
-    gate = getattr(block, family.gate)
-    has_bias = "e_score_correction_bias" in dict(gate.named_buffers())
-    assert has_bias == MoEConfig.from_hf(hf_config).router.e_score_correction_bias
-
-
-@ROWS
-def test_what_the_block_returns(family: Family) -> None:
-    _, block = tiny_block(family)
-    y = block.to_empty(device="cpu").eval()
-    for tensor in [*y.parameters(), *y.buffers()]:
-        torch.nn.init.zeros_(tensor)
-    y = block(torch.zeros(1, 3, 24))
-    assert isinstance(y, tuple) == family.returns_router_scores
+def test_a_routers_bias_has_a_place(family: Family) -> None:
+    has_bias = family.router.get("e_score_correction_bias", False)
+    assert has_bias == (family.modules.correction_bias is not None)

@@ -1,54 +1,43 @@
 """Whether a block of a transformers model is what its family's row says, or why not.
 
-E experts, H hidden, I intermediate.
+E experts, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
 from torch import Tensor, nn
 
 from cmoe.config import MoEConfig
-from cmoe.families import Family
+from cmoe.integrations.transformers.blocks import Block
 
-HF_NAMES: Mapping[str, str] = {
-    "w13_weight": "gate_up_proj",
-    "w2_weight": "down_proj",
-    "w13_bias": "gate_up_proj_bias",
-    "w2_bias": "down_proj_bias",
-}
-"""Parameters of RoutedExperts with their names in transformers' experts modules."""
+_PLAIN = (bool, int, float, str, list, tuple, type(None), FunctionType, BuiltinFunctionType)
+_OF_TRANSFORMERS = "transformers.utils.output_capturing"
 
 
-class Block(NamedTuple):
-    """A sparse block in a model."""
-
-    path: str
-    module: Any
-    family: Family
-    hf_config: Any  # of the innermost PreTrainedModel around the block
-
-
-def faults_of(block: Block, shared: frozenset[int]) -> tuple[str, ...]:
+def faults_of(block: Block, sharers: Mapping[str, str]) -> tuple[str, ...]:
     """Why the block cannot be taken over; empty when it can.
 
-    shared: ids of the parameters that have several places in the model.
+    sharers: names of the model's parameters that share memory, each with one that it shares it
+    with.
     """
-    expected = ("experts", block.family.gate, block.family.shared_experts)
-    missing = [name for name in expected if name and name not in block.module._modules]
+    missing = [name for name in ("experts", block.family.modules.gate) if block.part(name) is None]
     if missing:
         return (f"has no module {', '.join(missing)}",)
     try:
-        config = MoEConfig.from_hf(block.hf_config)
+        MoEConfig.from_hf(block.hf_config)
     except ValueError as error:
         return (str(error),)
+    built = block._replace(module=block.as_built())
     return (
         *_faults_of_config(block),
         *_faults_of_calls(block),
-        *_faults_of_weights(block, config, shared),
-        *_faults_of_gate(block, config),
+        *_faults_of_attributes(block, built),
+        *_faults_of_experts(block, built, sharers),
+        *_faults_of_gate(block, built),
     )
 
 
@@ -61,75 +50,105 @@ def _faults_of_config(block: Block) -> Iterator[str]:
 
 def _faults_of_calls(block: Block) -> Iterator[str]:
     """What changes a call from outside, and would be lost with the block."""
-    experts = block.module.experts
-    for name, module in (("the block", block.module), ("its experts module", experts)):
+    parts = {"the block": block.module, "its experts module": block.part("experts")}
+    for name, module in {**parts, "its gate": block.part(block.family.modules.gate)}.items():
         if "forward" in module.__dict__:
             yield f"{name} has a forward of its own (expert parallelism, offloading, a kernel hub)"
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        forward = [h for h in module._forward_hooks.values() if h.__module__ != _OF_TRANSFORMERS]
+        if forward or module._forward_pre_hooks or module._backward_hooks:
             yield f"{name} has hooks; remove them before, add them to the new block after"
         if "parametrizations" in module._modules:
             yield f"{name} has parametrizations (an adapter); merge them first"
 
 
-def _faults_of_weights(block: Block, config: MoEConfig, shared: frozenset[int]) -> Iterator[str]:
-    experts = block.module.experts
-    shapes = expected_shapes(block.family, config)
-    present = {
-        name
-        for name, p in [*experts._parameters.items(), *experts._buffers.items()]
-        if p is not None
+def _faults_of_attributes(block: Block, built: Block) -> Iterator[str]:
+    """What was changed on the modules that a replaced block does without."""
+    for name, expected in _computing_modules(built):
+        module = block.part(name) if name else block.module
+        if type(module) is not type(expected):
+            yield f"{name} is a {type(module).__name__}, by the config a {type(expected).__name__}"
+            continue
+        values, actual = _plain(expected), _plain(module)
+        for key, value in values.items():
+            if actual.get(key) != value:
+                where = f"{name}.{key}" if name else key
+                yield f"{where} is {actual.get(key)}, by the config {value}"
+        own = sorted(key for key in actual if key not in values and callable(actual[key]))
+        if own and own != ["forward"]:
+            yield f"{name or 'the block'} has functions of its own: {', '.join(own)}"
+
+
+def _computing_modules(block: Block) -> Iterator[tuple[str, nn.Module]]:
+    """The block with the modules of its router, of its experts, by name."""
+    yield "", block.module
+    for top in ("experts", block.family.modules.gate.partition(".")[0]):
+        yield from block.part(top).named_modules(prefix=top)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """The module's attributes that are neither modules nor tensors nor torch's own."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, _PLAIN)
+        and key != "training"
+        and (not key.startswith("_") or key in ("_is_expert_parallel", "_apply_gate"))
     }
-    if present != set(shapes):
+
+
+def _faults_of_experts(block: Block, built: Block, sharers: Mapping[str, str]) -> Iterator[str]:
+    present = _tensors(block.part("experts"))
+    shapes = {name: tuple(t.shape) for name, t in _tensors(built.part("experts")).items()}
+    if set(present) != set(shapes):
         yield (
             f"its experts have the tensors {', '.join(sorted(present)) or 'none'}, "
             f"not {', '.join(shapes)} (quantised?)"
         )
         return
-    tensors = {name: getattr(experts, name) for name in shapes}
-    for name, tensor in tensors.items():
+    for name, tensor in present.items():
         if type(tensor) is not nn.Parameter or not _is_plain_float(tensor):
             yield f"{name} is a {type(tensor).__name__} of {tensor.dtype}, no plain float parameter"
         elif tuple(tensor.shape) != shapes[name]:
             yield f"{name} is {tuple(tensor.shape)}, by the config {shapes[name]}"
         if tensor.is_meta:
             yield f"{name} is on the meta device: load the weights first"
-        if id(tensor) in shared:
-            yield f"{name} is shared with another module of the model"
+        full = f"{block.path}.experts.{name}".removeprefix(".")
+        if full in sharers:
+            yield f"{name} shares its memory with {sharers[full]}"
         if tensor.grad is not None:
             yield f"{name} has a gradient: set it to None first"
     for what, values in (
-        ("dtypes", {str(t.dtype).removeprefix("torch.") for t in tensors.values()}),
-        ("devices", {str(t.device) for t in tensors.values()}),
+        ("dtypes", {str(t.dtype).removeprefix("torch.") for t in present.values()}),
+        ("devices", {str(t.device) for t in present.values()}),
     ):
         if len(values) > 1:
             yield f"its experts' weights have several {what}: {', '.join(sorted(values))}"
 
 
-def _faults_of_gate(block: Block, config: MoEConfig) -> Iterator[str]:
-    gate = getattr(block.module, block.family.gate)
-    weight = gate._parameters.get("weight")
-    shape = (config.num_experts, config.hidden_size)
+def _faults_of_gate(block: Block, built: Block) -> Iterator[str]:
+    modules = block.family.modules
+    weight = _tensors(block.part(modules.gate)).get("weight")
+    shape = tuple(_tensors(built.part(modules.gate))["weight"].shape)
     if type(weight) is not nn.Parameter or not _is_plain_float(weight):
-        yield f"{block.family.gate}.weight is no plain float parameter"
+        yield f"{modules.gate}.weight is no plain float parameter"
     elif tuple(weight.shape) != shape:
-        yield f"{block.family.gate}.weight is {tuple(weight.shape)}, by the config {shape}"
-    bias = gate._buffers.get("e_score_correction_bias")
-    if config.router.e_score_correction_bias and (bias is None or bias.is_meta):
-        yield f"{block.family.gate}.e_score_correction_bias is missing or on the meta device"
+        yield f"{modules.gate}.weight is {tuple(weight.shape)}, by the config {shape}"
+    if modules.correction_bias is not None:
+        bias = correction_bias(block)
+        if bias is None or bias.is_meta:
+            yield f"{modules.correction_bias} is missing or on the meta device"
 
 
-def expected_shapes(family: Family, config: MoEConfig) -> dict[str, tuple[int, ...]]:
-    """The experts' parameters in transformers, by its names."""
-    num_experts, hidden = config.num_experts, config.hidden_size
-    rows_of = {"gate_up_proj": 2 * config.intermediate_size, "down_proj": hidden}
-    columns_of = {"gate_up_proj": hidden, "down_proj": config.intermediate_size}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, rows in rows_of.items():
-        matrix = (rows, columns_of[name])
-        shapes[name] = (num_experts, *(reversed(matrix) if family.transposed else matrix))
-        if config.has_bias:
-            shapes[f"{name}_bias"] = (num_experts, rows)
-    return shapes
+def correction_bias(block: Block) -> Tensor | None:
+    """The block's bias in the choice of experts, as it lies there."""
+    owner, _, name = (block.family.modules.correction_bias or "").rpartition(".")
+    module = block.part(owner) if owner else block.module
+    return None if module is None else _tensors(module).get(name)
+
+
+def _tensors(module: Any) -> dict[str, Tensor]:
+    every = [*module._parameters.items(), *module._buffers.items()]
+    return {name: tensor for name, tensor in every if tensor is not None}
 
 
 def _is_plain_float(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""Expert weights of a transformers module as RoutedExperts keeps them, in the storage they have.
+"""Expert weights between the layout of transformers' modules, that of RoutedExperts.
 
-E experts, H hidden, I intermediate.
+E experts, H hidden, I intermediate; N = 2I for gated experts, I for others.
 """
 
 from __future__ import annotations
@@ -8,28 +8,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cmoe.families import Family
+from cmoe.families import Layout
 
 
 @torch.no_grad()
-def take_over(family: Family, parameter: str, source: nn.Parameter) -> nn.Parameter:
-    """The parameter of RoutedExperts in the storage of transformers' own.
+def take_over(layout: Layout, parameter: str, source: nn.Parameter) -> nn.Parameter:
+    """The parameter itself, seen as RoutedExperts wants it, in the storage that it has.
 
-    source: gate_up_proj [E, 2I, H], or [E, H, 2I] where the family keeps it transposed; down_proj
-    likewise; biases [E, 2I], [E, H]. Returns source itself where it lies as cmoe wants it, else a
-    parameter that is a transposed view of it. Alternating gate and up rows are put in order in
-    place, with one expert's weight as temporary memory.
+    parameter: its name in RoutedExperts. source: w13 [E, N, H], or [E, H, N] where the layout is
+    transposed; w2 likewise; biases [E, N], [E, H]. Its data becomes a transposed view where that is
+    needed. Alternating gate and up rows are put in order in place, with one expert's weight as
+    temporary memory.
     """
-    is_bias = parameter.endswith("_bias")
-    if family.interleaved and parameter.startswith("w13"):
-        put_gate_before_up(source.data, dim=-1 if is_bias or family.transposed else -2)
-    if is_bias or not family.transposed:
-        return source
-    return nn.Parameter(source.data.transpose(1, 2), requires_grad=source.requires_grad)
+    if layout.interleaved and parameter.startswith("w13"):
+        for expert in source.data:
+            expert.copy_(_gate_before_up(expert, _rows(layout, parameter)))
+    if layout.transposed and parameter.endswith("_weight"):
+        source.data = source.data.transpose(1, 2)
+    return source
 
 
-def put_gate_before_up(experts: Tensor, dim: int) -> None:
-    """g0, u0, g1, u1, ... along dim becomes g0, g1, ..., u0, u1, ... in place, expert by expert."""
-    for expert in experts:
-        pairs = expert.unflatten(dim, (-1, 2))
-        expert.copy_(torch.cat([pairs.select(dim, 0), pairs.select(dim, 1)], dim))
+def to_runner(layout: Layout, parameter: str, theirs: Tensor) -> Tensor:
+    """The tensor as RoutedExperts has it; a view, unless gate and up rows alternate."""
+    if layout.interleaved and parameter.startswith("w13"):
+        theirs = _gate_before_up(theirs, _rows(layout, parameter))
+    return _turned(layout, parameter, theirs)
+
+
+def to_transformers(layout: Layout, parameter: str, ours: Tensor) -> Tensor:
+    """The tensor as transformers has it; a view, unless gate and up rows alternate."""
+    theirs = _turned(layout, parameter, ours)
+    if layout.interleaved and parameter.startswith("w13"):
+        dim = _rows(layout, parameter)
+        halves = theirs.unflatten(dim, (2, -1))
+        theirs = halves.transpose(dim - 1, dim).flatten(dim - 1, dim)
+    return theirs
+
+
+def _turned(layout: Layout, parameter: str, tensor: Tensor) -> Tensor:
+    is_weight = parameter.endswith("_weight")
+    return tensor.transpose(1, 2) if layout.transposed and is_weight else tensor
+
+
+def _rows(layout: Layout, parameter: str) -> int:
+    """The dimension of transformers' tensor, from the last, along which gate and up rows lie."""
+    return -2 if parameter.endswith("_weight") and not layout.transposed else -1
+
+
+def _gate_before_up(tensor: Tensor, dim: int) -> Tensor:
+    """g0, u0, g1, u1, ... along dim as g0, g1, ..., u0, u1, ..."""
+    pairs = tensor.unflatten(dim, (-1, 2))
+    return pairs.transpose(dim - 1, dim).flatten(dim - 1, dim)

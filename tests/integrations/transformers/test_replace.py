@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
 )
 
@@ -97,12 +96,11 @@ def test_the_memory_probe_sees_a_copy() -> None:
 
 
 @four_families
-def test_parameters_stay_the_same_objects_where_the_layout_allows(family: str) -> None:
+def test_parameters_stay_the_same_objects(family: str) -> None:
     model = tiny_model(family)
     before = {id(p) for p in model.parameters()}
     replace_moe(model)
-    others = [n for n, p in model.named_parameters() if id(p) not in before]
-    assert len(others) == (2 * LAYERS if family == "gpt_oss" else 0)
+    assert {id(p) for p in model.parameters()} == before
 
 
 @four_families
@@ -171,14 +169,6 @@ def test_runners_load_the_checkpoint_again(family: str) -> None:
     assert relative_error(replaced(ids).logits, other(ids).logits) <= 1e-5
 
 
-def test_save_pretrained_refuses(tmp_path: Path) -> None:
-    model = tiny_model("mixtral")
-    replace_moe(model)
-    with pytest.raises(cmoe.UnsupportedError, match="save_pretrained after replace_moe"):
-        model.save_pretrained(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 @torch.no_grad()
 def test_a_submodel_can_be_given() -> None:
     model, ids = tiny_model("mixtral"), token_ids()
@@ -198,21 +188,21 @@ def test_dtypes_of_a_model_cast_as_a_whole_are_fine() -> None:
 
 
 def test_a_family_without_a_row_is_pointed_to_the_switch() -> None:
-    config = OlmoeConfig(
+    config = PhimoeConfig(
         hidden_size=16,
         intermediate_size=8,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
-        num_experts=4,
+        num_local_experts=4,
         num_experts_per_tok=2,
         vocab_size=32,
     )
     with pytest.raises(cmoe.UnsupportedError) as raised:
-        replace_moe(OlmoeForCausalLM(config))
+        replace_moe(PhimoeForCausalLM(config))
     for part in (
-        "no row for the blocks of OlmoeForCausalLM (experts at model.layers.0.mlp.experts)",
-        "known families: qwen3_moe, mixtral, deepseek_v3, gpt_oss",
+        "no row for the blocks of PhimoeForCausalLM (experts at model.layers.0.mlp.experts)",
+        "; phimoe: its router masks logits near the best one (sparsemixer). ",
         'model.set_experts_implementation("cmoe")',
     ):
         assert part in str(raised.value)
@@ -320,7 +310,9 @@ def test_shared_weights_are_refused() -> None:
     model = tiny_model("gpt_oss")
     first, last = (block.experts for block in blocks(model))
     last.down_proj = first.down_proj
-    check_refused(model, "down_proj is shared with another module")
+    check_refused(
+        model, r"down_proj shares its memory with model\.layers\.0\.mlp\.experts\.down_proj"
+    )
 
 
 def test_hooks_of_the_block_are_refused() -> None:
