@@ -28,7 +28,7 @@ def FusedMoE(
     output_transform: nn.Module | None = None,
     transparent: bool = False,
 ) -> MoERunner:
-    """A ready MoERunner for one layer.
+    """A ready MoERunner for one layer; its weights are random until `load_weights` fills them.
 
     prefix: the block's name in the model and in the checkpoint ("model.layers.0.mlp"); unique among
         living layers.

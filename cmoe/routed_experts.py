@@ -16,7 +16,8 @@ from cmoe.config import MoEConfig
 from cmoe.custom_ops.backends import Kernels, LayerSpec, select_kernels
 from cmoe.errors import LoadError
 from cmoe.expert_map import ExpertMapManager
-from cmoe.load_report import LoadReport, NamedTensors, Write, load_tensors
+from cmoe.load_report import LoadReport, NamedTensors, load_tensors
+from cmoe.load_write import Write
 from cmoe.pluggable import PluggableLayer
 from cmoe.quant.table import make_quant_method
 from cmoe.routing import Routing
@@ -41,12 +42,14 @@ class RoutedExperts(PluggableLayer):
         self.placement = ExpertMapManager.from_config(config)
         self.quant_method = make_quant_method(config.quant)
         shapes = self.quant_method.create_weights(config, self.placement.num_local_experts())
+        self._weight_names = tuple(shapes)
         for name, (shape, dtype) in shapes.items():
             empty = torch.empty(shape, dtype=dtype)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.register_buffer("expert_map", self.placement.expert_map(), persistent=False)
         self.reset_parameters()
         self._settle()
+        self.register_load_state_dict_post_hook(_settle_loaded)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -64,9 +67,9 @@ class RoutedExperts(PluggableLayer):
             self.config, self.weights(), self.expert_map, self.kernels, x, routing
         )
 
-    def weights(self) -> dict[str, nn.Parameter]:
-        """The parameters that the quant method asked for, by name."""
-        return {name: p for name, p in self._parameters.items() if p is not None}
+    def weights(self) -> dict[str, Tensor]:
+        """What the quant method asked for, by name: parameters, or what is computed from them."""
+        return {name: getattr(self, name) for name in self._weight_names}
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype that the input must have."""
@@ -89,7 +92,7 @@ class RoutedExperts(PluggableLayer):
         """Every place that a complete checkpoint fills, such as `w13_weight[3].w1`."""
         return [
             _slot(name, row, part)
-            for name in self._parameters
+            for name in self._weight_names
             for row in range(self.placement.num_local_experts())
             for part in self._parts_of(name)
         ]
@@ -110,10 +113,13 @@ class RoutedExperts(PluggableLayer):
         parameter = (
             f"{'w2' if parsed.part == 'w2' else 'w13'}_{'bias' if parsed.is_bias else 'weight'}"
         )
-        if parameter not in self._parameters:
+        if parameter not in self._weight_names:
             return None
-        if not tensor.is_floating_point():
-            raise LoadError(f"{name} has dtype {tensor.dtype}; expert weights must be floats")
+        if parameter not in self._parameters:
+            raise LoadError(
+                f"{name}: {parameter} is computed by a parametrization, so nothing can be loaded "
+                "into it; remove the parametrization first, register it again after the load"
+            )
         rows = self._rows(name, parsed)
         if parsed.is_native:
             return self._native_write(name, parameter, tensor)
@@ -250,6 +256,11 @@ class RoutedExperts(PluggableLayer):
             f"num_experts={c.num_experts}, top_k={c.top_k}, hidden_size={c.hidden_size}, "
             f"intermediate_size={c.intermediate_size}, activation={c.activation.name}"
         )
+
+
+def _settle_loaded(experts: RoutedExperts, incompatible_keys: Any) -> None:
+    """After load_state_dict(assign=True) the parameters are other tensors, maybe elsewhere."""
+    experts._settle()
 
 
 def _slot(parameter: str, row: int, part: str) -> str:

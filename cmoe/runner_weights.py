@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from cmoe.errors import LoadError
-from cmoe.load_report import LoadReport, NamedTensors, Write, load_tensors
+from cmoe.load_report import LoadReport, NamedTensors, load_tensors
+from cmoe.load_write import Write
 from cmoe.routed_experts import RoutedExperts
 from cmoe.router.base import FusedMoERouter
 from cmoe.shared_experts import SharedExperts
@@ -23,14 +26,16 @@ class BlockWeights:
         self._prefix = f"{prefix}."
         self._slots: dict[str, Tensor] = {}
         self._names: dict[str, str] = {}
+        self._checks: dict[str, Callable[[Tensor], None]] = {}
 
     def enter_router(self, router: FusedMoERouter, gate: nn.Module | None) -> None:
-        """The gate's parameters, the router's correction bias."""
+        """The gate's parameters, the router's buffers."""
         self.enter(gate, "gate", "router")
-        if (bias := router.correction_bias()) is not None:
-            name = "e_score_correction_bias"
-            names = (f"gate.{name}", f"router.{name}", f"router.topk.{name}", name)
-            self._enter_tensor(bias, names)
+        for slot in router.checkpoint_slots():
+            places = (f"{place}{name}" for place in ("gate.", "router.", "") for name in slot.names)
+            names = tuple(places)
+            self._enter_tensor(slot.tensor, names)
+            self._checks[names[0]] = slot.check
 
     def enter_shared_experts(self, shared_experts: SharedExperts | None) -> None:
         """The shared experts' parameters, those of their gate."""
@@ -76,6 +81,9 @@ class BlockWeights:
         target = self._slots[slot]
         if tensor.shape != target.shape:
             raise LoadError(f"{key}: shape {tuple(tensor.shape)} should be {tuple(target.shape)}")
-        if tensor.is_floating_point() != target.is_floating_point():
-            raise LoadError(f"{key} has dtype {tensor.dtype}; its place has {target.dtype}")
+        if slot in self._checks and not tensor.is_meta:
+            try:
+                self._checks[slot](tensor)
+            except ValueError as error:
+                raise LoadError(f"{key}: {error}") from error
         return Write(target, tensor, (slot,))

@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import cmoe
-from tests.layers import config_of, expert_tensors, has_nan, poison, x_of
+from cmoe.custom_ops.backends import (
+    Backend,
+    Kernels,
+    LayerSpec,
+    register_backend,
+    unregister_backend,
+)
+from cmoe.custom_ops.route import route
+from cmoe.routing import Routing
+from tests.layers import config_of, expert_tensors, has_nan, layer_of, logits_of, poison, x_of
 
 Tensors = dict[str, Tensor]
 
@@ -529,3 +538,56 @@ def test_one_quant_method_is_found_by_those_who_walk_modules() -> None:
     layer = cmoe.FusedMoE(config_of(), "mlp")
     found = [name for name, module in layer.named_modules() if hasattr(module, "quant_method")]
     assert found == ["routed_experts"]
+
+
+# --- what others do to a module -------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    """A parametrization, as adapters register one."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", ["w13_weight", "w2_weight"])
+def test_a_parametrized_weight_is_computed_from(name: str) -> None:
+    layer = layer_of()
+    x, logits = x_of(7), logits_of(7)
+    expected = copy.deepcopy(layer)
+    with torch.no_grad():
+        getattr(expected.routed_experts, name).mul_(2)
+    nn.utils.parametrize.register_parametrization(layer.routed_experts, name, Doubled())
+    assert torch.equal(layer(x, logits), expected(x, logits))
+
+
+def test_a_parametrized_weight_cannot_be_loaded() -> None:
+    experts = experts_of()
+    nn.utils.parametrize.register_parametrization(experts, "w2_weight", Doubled())
+    with pytest.raises(cmoe.LoadError, match=r"w2_weight is computed by a parametrization.*remove"):
+        experts.load_weights(expert_tensors(experts.config))
+
+
+class Float64Only(Backend):
+    """Its experts give zeros, so that a call of them shows."""
+
+    name = "float64-only"
+
+    def refuses(self, spec: LayerSpec) -> tuple[str, ...]:
+        return () if spec.dtype == torch.float64 else ("takes float64",)
+
+    def kernels(self) -> Kernels:
+        return Kernels(lambda x, *arguments: torch.zeros_like(x), route)
+
+
+def test_assigned_weights_choose_their_kernels_anew() -> None:
+    register_backend(Float64Only())
+    try:
+        experts = cmoe.RoutedExperts(config_of())
+        other = cmoe.RoutedExperts(config_of(params_dtype=torch.float64))
+        routing = Routing(torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.int32))
+        assert experts(x_of(3), routing).count_nonzero()
+        experts.load_state_dict(other.state_dict(), assign=True)
+        assert not experts(x_of(3, dtype=torch.float64), routing).count_nonzero()
+    finally:
+        unregister_backend(Float64Only.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cmoe.checkpoint.header import TensorInfo, read_header
+from cmoe.checkpoint.header import TensorInfo, check_file, read_header
 from cmoe.errors import LoadError
+from cmoe.load_report import listed
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+_MAX_JSON_BYTES = 100_000_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -55,30 +57,38 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     name. LoadError for a folder that lacks something, for a file that is damaged, for pickles.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise LoadError(f"{folder} is not a folder; give the folder that holds {CONFIG}")
+    try:
+        if not folder.is_dir():
+            raise LoadError(f"{folder} is not a folder; give the folder that holds {CONFIG}")
+        names = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise LoadError(f"{folder} cannot be read ({error.strerror})") from error
     config = _read_json(folder / CONFIG)
-    if (folder / SINGLE).exists():
-        return Checkpoint(folder=folder, config=config, tensors=read_header(folder / SINGLE))
-    if (folder / INDEX).exists():
-        return Checkpoint(folder=folder, config=config, tensors=_indexed(folder))
-    return Checkpoint(folder=folder, config=config, tensors=read_header(_only_file(folder)))
+    if SINGLE in names:
+        tensors = read_header(folder / SINGLE)
+    elif INDEX in names:
+        tensors = _indexed(folder, names)
+    else:
+        tensors = read_header(_only_file(folder, names))
+    return Checkpoint(folder=folder, config=config, tensors=tensors)
 
 
-def _indexed(folder: Path) -> dict[str, TensorInfo]:
+def _indexed(folder: Path, files: Collection[str]) -> dict[str, TensorInfo]:
     """The tensors of all shards, each where the index says."""
     index = folder / INDEX
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise LoadError(f"{index} has no weight_map from tensors to files; download it again")
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard:
+            raise LoadError(
+                f"{index} names a shard {shard!r:.80}, which is not a file of its folder"
+            )
+        if not shard.endswith(".safetensors"):
+            raise LoadError(f"{index} names a shard {shard!r:.80}; only safetensors files are read")
     names = list(dict.fromkeys(weight_map.values()))
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
-            raise LoadError(f"{index} names a shard {name!r}, which is not a file of its folder")
-        if not name.endswith(".safetensors"):
-            raise LoadError(f"{index} names a shard {name!r}; only safetensors files are read")
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise LoadError(f"{folder} lacks {_listed(missing)}, named by {INDEX}; download it again")
+    if missing := [name for name in names if name not in files]:
+        raise LoadError(f"{folder} lacks {listed(missing)}, named by {INDEX}; download it again")
     tensors: dict[str, TensorInfo] = {}
     for shard in names:
         for name, info in read_header(folder / shard).items():
@@ -87,24 +97,23 @@ def _indexed(folder: Path) -> dict[str, TensorInfo]:
                 raise LoadError(f"{folder / shard} holds {name!r}, which {INDEX} puts {where}")
             tensors[name] = info
     if absent := [name for name in weight_map if name not in tensors]:
-        shards = _listed({weight_map[name] for name in absent})
-        raise LoadError(f"{shards} should hold {_listed(absent)} by {INDEX}; download it again")
+        shards = listed({weight_map[name] for name in absent})
+        raise LoadError(f"{shards} should hold {listed(absent)} by {INDEX}; download it again")
     return tensors
 
 
-def _only_file(folder: Path) -> Path:
+def _only_file(folder: Path, names: Collection[str]) -> Path:
     """The folder's one safetensors file."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(name for name in names if name.endswith(".safetensors"))
     if len(files) == 1:
-        return files[0]
+        return folder / files[0]
     if files:
         raise LoadError(
             f"{folder} has {len(files)} safetensors files but no {INDEX}; add the index"
         )
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-    if pickles:
+    if pickles := [name for name in names if name.endswith(_PICKLES)]:
         raise LoadError(
-            f"{folder} has only {_listed(pickles)}: pickles, which can run any code when they are "
+            f"{folder} has only {listed(pickles)}: pickles, which can run any code when they are "
             "read, so cmoe does not; convert the model with save_pretrained to safetensors"
         )
     raise LoadError(f"{folder} has no safetensors file; is the download complete?")
@@ -112,9 +121,18 @@ def _only_file(folder: Path) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        check_file(path)
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise LoadError(f"{path} has more than {_MAX_JSON_BYTES} bytes; is it another file?")
+        text = path.read_text("utf-8")
     except FileNotFoundError as error:
         raise LoadError(f"{path.parent} has no {path.name}; is it a model's folder?") from error
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise LoadError(f"{path} is no text in UTF-8; download it again") from error
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise LoadError(f"{path} is no JSON ({error}); download it again") from error
     if not isinstance(content, dict):
@@ -140,9 +158,3 @@ def _mapped(info: TensorInfo) -> Tensor:
     if offset % info.dtype.itemsize:
         flat = flat.clone()  # Headers need not end on a multiple of the element size.
     return flat.view(info.dtype).view(info.shape)
-
-
-def _listed(names: list[str] | set[str], shown: int = 6) -> str:
-    names = sorted(names)
-    more = f" with {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,9 @@ from cmoe.errors import LoadError
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
+
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 2**63  # of anything that a file of this world can hold
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -54,17 +59,29 @@ class TensorInfo(NamedTuple):
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The file's tensors by name. LoadError says what is wrong with it, and what to do."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        data_start = 8 + _header_length(path, file.read(8), size)
-        header = file.read(data_start - 8)
-    tensors = {
-        name: _tensor_info(path, name, entry, data_start)
-        for name, entry in _parsed(path, header).items()
-        if name != "__metadata__"
-    }
+    try:
+        check_file(path)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            data_start = 8 + _header_length(path, file.read(8), size)
+            header = file.read(data_start - 8)
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read ({error.strerror})") from error
+    entries = _parsed(path, header)
+    _check_metadata(path, entries.pop("__metadata__", {}))
+    tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in entries.items()}
     _check_cover(path, tensors, data_start, size)
     return tensors
+
+
+def check_file(path: Path) -> None:
+    """LoadError for what is no ordinary file: a folder, a pipe, a link that leads nowhere."""
+    if path.is_symlink() and not path.exists():
+        raise LoadError(
+            f"{path} is a link to {path.readlink()}, which does not exist; download it again"
+        )
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise LoadError(f"{path} is no file; {_AGAIN}")
 
 
 def _header_length(path: Path, prefix: bytes, size: int) -> int:
@@ -90,11 +107,11 @@ def _header_length(path: Path, prefix: bytes, size: int) -> int:
 
 def _parsed(path: Path, header: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
             raise LoadError(f"{path} names {twice!r} twice; {_AGAIN}")
-        return dict(pairs)
+        return content
 
     try:
         parsed = json.loads(header.decode("utf-8"), object_pairs_hook=unique)
@@ -107,17 +124,25 @@ def _parsed(path: Path, header: bytes) -> dict[str, Any]:
     return parsed
 
 
+def _check_metadata(path: Path, metadata: Any) -> None:
+    texts = [*metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise LoadError(f"{path} has a __metadata__ that maps no texts to texts; {_AGAIN}")
+
+
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     where = f"{path}: tensor {name!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise LoadError(f"{where} must have dtype, shape, data_offsets, got {entry!r:.80}")
-    if entry["dtype"] not in _DTYPES:
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
         raise LoadError(
             f"{where} has dtype {entry['dtype']!r:.40}; known: {', '.join(sorted(_DTYPES))}"
         )
     dtype, shape, offsets = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape):
-        raise LoadError(f"{where} has shape {shape!r:.80}, not a list of sizes")
+        raise LoadError(
+            f"{where} has shape {shape!r:.80}, not a list of at most {_MAX_DIMENSIONS} sizes"
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise LoadError(f"{where} has data_offsets {offsets!r:.80}, not [start, stop]")
     expected, got = math.prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
@@ -130,7 +155,11 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= _MAX_DIMENSIONS
+        and all(type(item) is int and 0 <= item < _MAX_SIZE for item in value)
+    )
 
 
 def _check_cover(path: Path, tensors: Mapping[str, TensorInfo], start: int, size: int) -> None:

@@ -16,6 +16,7 @@ from cmoe.checkpoint.header import TensorInfo
 from cmoe.errors import LoadError
 from cmoe.families import Family, family_of
 from cmoe.load_report import LoadReport
+from cmoe.load_write import Write
 from cmoe.runner_interface import MoERunnerInterface
 
 
@@ -163,8 +164,6 @@ def _plan(
 
     keys: checkpoint names by the names that the runner is given.
     """
-    for key in keys.values():
-        _check_float(key, checkpoint.tensors[key])
     shapes = {name: _without_storage(checkpoint.tensors[key]) for name, key in keys.items()}
     try:
         report = _copy_without_storage(runner).load_weights(shapes, strict=False)
@@ -200,17 +199,7 @@ def _check(name: str, key: str, info: TensorInfo, place: Tensor) -> None:
         raise LoadError(f"{name} is on the meta device; give the model storage with to_empty first")
     if info.shape != tuple(place.shape):
         raise LoadError(f"{key}: shape {info.shape} should be {tuple(place.shape)}")
-    if place.dtype.is_floating_point:
-        _check_float(key, info)
-    elif info.dtype != place.dtype:
-        raise LoadError(f"{key}: dtype {info.dtype} should be {place.dtype}")
-
-
-def _check_float(key: str, info: TensorInfo) -> None:
-    if not info.dtype.is_floating_point or info.dtype.itemsize == 1:
-        raise LoadError(
-            f"{key} has dtype {info.dtype}; it should be a float dtype of 16 bits or more"
-        )
+    Write(place.to("meta"), _without_storage(info), (name,)).check(key)
 
 
 def _renaming(family: Family) -> Callable[[str], str]:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from cmoe.custom_ops.backends import Kernels
 from cmoe.pluggable import PluggableLayer
 from cmoe.routing import RouterInputs, Routing
+
+
+def _accept(tensor: Tensor) -> None:
+    """The check of a buffer that may hold anything."""
+
+
+class RouterSlot(NamedTuple):
+    """A buffer of a router that a checkpoint fills."""
+
+    names: tuple[str, ...]  # in checkpoints, below the gate; the router's own name among them
+    tensor: Tensor
+    check: Callable[[Tensor], None] = _accept  # ValueError for values that the router cannot use
 
 
 class FusedMoERouter(PluggableLayer):
@@ -35,3 +49,9 @@ class FusedMoERouter(PluggableLayer):
     def correction_bias(self) -> Tensor | None:
         """Where a checkpoint's `e_score_correction_bias` goes; None: the router has none."""
         return None
+
+    def checkpoint_slots(self) -> tuple[RouterSlot, ...]:
+        """Every buffer that a complete checkpoint fills."""
+        bias = self.correction_bias()
+        name = "e_score_correction_bias"
+        return () if bias is None else (RouterSlot((name, f"topk.{name}"), bias),)

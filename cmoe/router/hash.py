@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cmoe.config import MoEConfig
 from cmoe.custom_ops.route import RENORMALIZE_EPSILON, sqrt_softplus
-from cmoe.router.base import FusedMoERouter
+from cmoe.router.base import FusedMoERouter, RouterSlot
 from cmoe.routing import RouterInputs, Routing
 
 
@@ -18,11 +18,13 @@ class HashRouter(FusedMoERouter):
     """ids = table[input_ids]; weights = sqrt(softplus(logits)) at those ids, renormalised, scaled.
 
     The hash layers of DeepSeek-V4, after Roller et al. 2021 (arXiv 2106.04426).
-    table: [V, K] ids in [0, E), kept as the int32 buffer `hash_indices_table`.
+    table: [V, K] ids in [0, E), kept as the int32 buffer `hash_indices_table`, which checkpoints
+        fill (`gate.tid2eid` in transformers' DeepSeek-V4).
     """
 
     requires = frozenset({"router_logits", "input_ids"})
     hash_indices_table: Tensor
+    num_logits: int
 
     def __init__(self, config: MoEConfig, table: Tensor) -> None:
         super().__init__()
@@ -31,19 +33,27 @@ class HashRouter(FusedMoERouter):
                 f"the hash table must hold ids [vocabulary, {config.top_k}]; "
                 f"got {table.dtype} {tuple(table.shape)}"
             )
-        if table.numel() and not table.is_meta:
-            low, high = int(table.min()), int(table.max())
-            if low < 0 or high >= config.num_experts:
-                raise ValueError(
-                    f"the hash table's ids must be in [0, {config.num_experts}); "
-                    f"got {low} to {high}"
-                )
         self.num_logits = config.num_experts
+        if not table.is_meta:
+            self._check_ids(table)
         self.renormalize = config.router.renormalize
         self.scaling = config.router.routed_scaling_factor
         if config.router.apply_routed_scale_to_output:
             self.scaling = 1.0
         self.register_buffer("hash_indices_table", table.to(torch.int32))
+
+    def checkpoint_slots(self) -> tuple[RouterSlot, ...]:
+        """The table."""
+        names = ("hash_indices_table", "tid2eid")
+        return (RouterSlot(names, self.hash_indices_table, self._check_ids),)
+
+    def _check_ids(self, table: Tensor) -> None:
+        if table.numel():
+            low, high = int(table.min()), int(table.max())
+            if low < 0 or high >= self.num_logits:
+                raise ValueError(
+                    f"the hash table's ids must be in [0, {self.num_logits}); got {low} to {high}"
+                )
 
     def forward(self, inputs: RouterInputs) -> Routing:
         """router_logits: [T, E]; input_ids: [T]."""

@@ -128,9 +128,19 @@ def test_no_config(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "is no JSON object")])
-def test_a_broken_config(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is no JSON"),
+        (b"[]", "is no JSON object"),
+        (b"3", "is no JSON object"),
+        (b"", "is no JSON"),
+        (b"[" * 200_000, "is no JSON"),
+        (b"\xff\xfe{}", "is no text in UTF-8"),
+    ],
+)
+def test_a_broken_config(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(LoadError, match=rf"config.json {message}"):
         open_checkpoint(tmp_path)
 
@@ -159,15 +169,63 @@ def test_a_tensor_in_two_shards(sharded: Path) -> None:
         open_checkpoint(sharded)
 
 
-@pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "a\\b.safetensors", 3])
+def test_a_config_of_absurd_size_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(LoadError, match="more than 100000000 bytes; is it another file"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_in_place_of_a_file(sharded: Path) -> None:
+    for name in (SHARDS[1], INDEX, "config.json"):
+        (sharded / name).unlink()
+        (sharded / name).mkdir()
+        with pytest.raises(LoadError, match=rf"{name} is no file"):
+            open_checkpoint(sharded)
+
+
+def test_links_of_a_download_that_broke_off(sharded: Path) -> None:
+    """The hub's cache is a folder of links into another folder."""
+    for name in (SHARDS[1], INDEX, "config.json"):
+        (sharded / name).unlink()
+        (sharded / name).symlink_to(sharded / "blobs" / "1234")
+        with pytest.raises(LoadError, match=rf"{name} is a link to .*1234, which does not exist"):
+            open_checkpoint(sharded)
+
+
+def test_links_are_followed(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    links = tmp_path_factory.mktemp("links")
+    for path in sharded.iterdir():
+        (links / path.name).symlink_to(path)
+    assert set(open_checkpoint(links).tensors) == {"a", "b"}
+
+
+def test_a_shard_with_an_absurd_name(sharded: Path) -> None:
+    write_index(sharded, {"a": "x" * 10_000 + ".safetensors"})
+    with pytest.raises(LoadError, match=r"lacks x{200}\.\.\., named by"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("name", ["\ud800.safetensors", "\0.safetensors"])
+def test_a_shard_with_a_name_that_no_file_can_have(name: str, sharded: Path) -> None:
+    write_index(sharded, {"a": name})
+    with pytest.raises(LoadError, match=r"lacks .*, named by"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../model.safetensors", "/etc/passwd", "a\\b.safetensors", 3, None, [SHARDS[0]], {}],
+)
 def test_an_index_that_leads_out_of_its_folder(shard: Any, sharded: Path) -> None:
     write_index(sharded, {"a": shard})
     with pytest.raises(LoadError, match=r"which is not a file of its folder"):
         open_checkpoint(sharded)
 
 
-def test_an_index_of_pickles(sharded: Path) -> None:
-    write_index(sharded, {"a": "pytorch_model.bin"})
+@pytest.mark.parametrize("shard", ["pytorch_model.bin", "", "..", "config.json"])
+def test_an_index_of_other_files(shard: str, sharded: Path) -> None:
+    write_index(sharded, {"a": shard})
     with pytest.raises(LoadError, match=r"only safetensors files are read"):
         open_checkpoint(sharded)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,24 @@ DAMAGE = {
     "beyond the end": ({"a": entry(2**60, 2**60 + 8, [2])}, 8, r"'a' leaves a hole"),
     "shape": ({"a": entry(0, 8, [3])}, 8, r"F32 \(3,\) takes 12 bytes, .* hold 8"),
     "huge shape": ({"a": entry(0, 8, [2**40, 2**40])}, 8, r"takes \d+ bytes, .* hold 8"),
-    "negative": ({"a": entry(0, 8, [-2])}, 8, r"has shape \[-2\], not a list of sizes"),
+    "negative": ({"a": entry(0, 8, [-2])}, 8, r"has shape \[-2\], not a list of at most 64 sizes"),
     "not integers": ({"a": entry(0, 8, [2.0])}, 8, r"has shape \[2.0\]"),
     "boolean": ({"a": entry(0, 8, [True])}, 8, r"has shape \[True\]"),
     "backwards": ({"a": entry(8, 0, [2])}, 8, r"data_offsets \[8, 0\], not \[start, stop\]"),
     "dtype": ({"a": entry(0, 8, [2], "F99")}, 8, r"has dtype 'F99'; known: BF16,"),
     "odd dtype": ({"a": entry(0, 8, [2], 7)}, 8, r"has dtype 7"),
+    "a list as dtype": ({"a": entry(0, 8, [2], [])}, 8, r"has dtype \[\]; known"),
+    "a dict as dtype": ({"a": entry(0, 8, [2], {"F32": 1})}, 8, r"has dtype {'F32': 1}; known"),
+    "too many sizes": ({"a": entry(0, 4, [1] * 65)}, 4, r"not a list of at most 64 sizes"),
+    "a size beyond 63 bits": ({"a": entry(0, 8, [2**63])}, 8, r"not a list of at most 64 sizes"),
+    "a product beyond reason": ({"a": entry(0, 8, [2**62] * 64)}, 8, r"takes \d+ bytes"),
+    "a number of many digits": (b'{"a": ' + b"9" * 5000 + b"}", 0, r"a header that is no JSON \("),
+    "no number": ({"a": entry(0, 8, [float("nan")])}, 8, r"has shape \[nan\]"),
+    "negative offset": ({"a": entry(-8, 0, [2])}, 8, r"data_offsets \[-8, 0\], not"),
+    "offsets beyond 63 bits": ({"a": entry(0, 2**64, [2])}, 8, r"not \[start, stop\]"),
+    "one offset": ({"a": {**entry(0, 8, [2]), "data_offsets": [0]}}, 8, r"not \[start, stop\]"),
+    "metadata": ({"__metadata__": [1], **GOOD}, 12, r"a __metadata__ that maps no texts"),
+    "numbers as metadata": ({"__metadata__": {"a": 1}, **GOOD}, 12, r"a __metadata__ that maps no"),
     "no entry": ({"a": 3}, 0, r"must have dtype, shape, data_offsets, got 3"),
     "more in it": ({"a": {**GOOD["a"], "pickle": 1}}, 8, r"must have dtype, shape, data_offsets"),
     "twice": (TWICE, 8, r"names 'a' twice"),
@@ -69,7 +83,7 @@ def test_the_library_refuses_the_same_files(tmp_path: Path) -> None:
     """All but a name given twice with the same bytes, of which it takes the last one unsaid."""
     for name, (header, num_bytes, _) in DAMAGE.items():
         path = write(tmp_path / "model.safetensors", header, num_bytes)
-        if name not in ("twice", "more in it"):
+        if name not in ("twice", "more in it", "too many sizes"):
             with pytest.raises(SafetensorError), safe_open(path, "pt"):
                 pass
 
@@ -116,3 +130,31 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     assert {name: (info.shape, info.dtype) for name, info in read.items()} == {
         name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
     }
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in {
+        "folder": "folder is no file",
+        "link": r"link is a link to .*gone, which does not exist; download it again",
+        "loop": "loop is a link to",
+        "pipe": "pipe is no file",
+        "nowhere": r"nowhere cannot be read \(No such file",
+        "x" * 300: r"cannot be read \(File name too long\)",
+    }.items():
+        with pytest.raises(LoadError, match=message):
+            read_header(tmp_path / name)
+
+
+def test_a_name_given_twice_at_the_end_of_many_is_found_at_once(tmp_path: Path) -> None:
+    empty = json.dumps(entry(0, 0, [0]))
+    names = [*range(50_000), 49_999]
+    text = "{" + ",".join(f'"{name}": {empty}' for name in names) + "}"
+    path = write(tmp_path / "model.safetensors", text.encode(), 0)
+    start = time.perf_counter()
+    with pytest.raises(LoadError, match="names '49999' twice"):
+        read_header(path)
+    assert time.perf_counter() - start < 5  # comparing each name with each takes minutes

@@ -88,12 +88,12 @@ FAULTS = {
     "integers": (
         {"mlp.experts.1.up_proj.weight": torch.ones(8, 16, dtype=torch.int8)},
         (),
-        "has dtype torch.int8; it should be a float dtype",
+        "has dtype torch.int8; its place has torch.float32; it takes float dtypes of 16 bits",
     ),
     "float8 without its scale": (
         {"mlp.experts.1.up_proj.weight": torch.ones(8, 16).to(torch.float8_e4m3fn)},
         (),
-        "has dtype torch.float8_e4m3fn; it should be a float dtype of 16 bits",
+        "has dtype torch.float8_e4m3fn; its place has torch.float32; it takes float dtypes of 16",
     ),
     "expert": ({"mlp.experts.9.up_proj.weight": torch.ones(8, 16)}, (), "this layer has 5 experts"),
     "twice": ({"mlp.experts.1.w1.weight": torch.ones(8, 16)}, (), "is filled by"),
@@ -193,7 +193,11 @@ MODEL_FAULTS = {
         r"nothing for layers.1.mlp.w2_weight\[2\]",
     ),
     "shape": ({"embed.weight": torch.ones(3, 3)}, (), r"embed.weight: shape \(3, 3\) should be"),
-    "floats for integers": ({"steps": torch.tensor(1.5)}, (), "steps: dtype torch.float32 should"),
+    "floats for integers": (
+        {"steps": torch.tensor(1.5)},
+        (),
+        "steps has dtype torch.float32; its place has torch.int64",
+    ),
     "integers": ({"layers.0.norm.bias": torch.ones(HIDDEN).int()}, (), "dtype torch.int32"),
 }
 

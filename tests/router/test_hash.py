@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cmoe import HashRouter, RouterConfig, RouterInputs
-from tests.layers import config_of
+from cmoe import HashRouter, LoadError, RouterConfig, RouterInputs
+from tests.layers import config_of, expert_tensors, layer_of
 
 TABLE = torch.tensor([[0, 1], [4, 2], [3, 3], [2, 0]])
 
@@ -60,6 +60,34 @@ def test_the_table_by_way_of_the_meta_device() -> None:
     router = router_of(torch.empty(4, 2, dtype=torch.int64, device="meta"))
     router.to_empty(device="cpu").load_state_dict(router_of().state_dict())
     assert torch.equal(router.hash_indices_table.long(), TABLE)
+
+
+@pytest.mark.parametrize("name", ["gate.tid2eid", "router.hash_indices_table"])
+def test_a_checkpoint_fills_the_table(name: str) -> None:
+    layer = layer_of(router=router_of(torch.zeros_like(TABLE)))
+    tensors = expert_tensors(layer.config)
+    with pytest.raises(LoadError, match=r"^mlp: nothing for gate\.hash_indices_table$"):
+        layer.load_weights(tensors)
+    pointer = layer.router.hash_indices_table.data_ptr()
+    layer.load_weights({**tensors, name: TABLE})
+    assert torch.equal(layer.router.hash_indices_table.long(), TABLE)
+    assert layer.router.hash_indices_table.data_ptr() == pointer
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (TABLE + 2, r"gate\.tid2eid: the hash table's ids must be in \[0, 5\); got 2 to 6"),
+        (TABLE + (1 << 32), r"ids must be in \[0, 5\)"),
+        (TABLE[:2], r"gate\.tid2eid: shape \(2, 2\) should be \(4, 2\)"),
+        (TABLE.float(), r"gate\.tid2eid has dtype torch\.float32; its place has torch\.int32"),
+    ],
+)
+def test_a_bad_table_in_a_checkpoint_is_not_written(table: torch.Tensor, message: str) -> None:
+    layer = layer_of(router=router_of())
+    with pytest.raises(LoadError, match=message):
+        layer.load_weights({**expert_tensors(layer.config), "gate.tid2eid": table})
+    assert torch.equal(layer.router.hash_indices_table.long(), TABLE)
 
 
 @pytest.mark.parametrize(
