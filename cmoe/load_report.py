@@ -9,11 +9,13 @@ from torch import Tensor
 
 from cmoe.errors import LoadError
 from cmoe.load_write import Write, WrittenMemory
+from cmoe.stored_tensor import StoredTensor
 
 _SHOWN = 12
 _LONGEST = 200
 
-NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Source = Tensor | StoredTensor
+NamedTensors = Mapping[str, Source] | Iterable[tuple[str, Source]]
 
 
 class LoadReport(NamedTuple):
@@ -47,6 +49,21 @@ class LoadReport(NamedTuple):
             )
         return problems
 
+    def under(self, prefix: str) -> LoadReport:
+        """The same report of a part of a model: slots get its name in front."""
+        return self._replace(
+            slots_written=tuple(f"{prefix}.{slot}" for slot in self.slots_written),
+            slots_unwritten=tuple(f"{prefix}.{slot}" for slot in self.slots_unwritten),
+        )
+
+    def renamed(self, names: Mapping[str, str]) -> LoadReport:
+        """The same report with other names for the keys."""
+        return self._replace(
+            keys_used=tuple(names[key] for key in self.keys_used),
+            keys_without_home=tuple(names[key] for key in self.keys_without_home),
+            keys_overflowed=tuple(names[key] for key in self.keys_overflowed),
+        )
+
     def check(self, what: str) -> LoadReport:
         """The report itself; LoadError when it has problems."""
         if problems := self.problems():
@@ -74,17 +91,25 @@ def load_tensors(
     """
     judge = _Judge(home_of, slots)
     if isinstance(named_tensors, Mapping):
-        judged: Iterable[tuple[str, Write]] = list(judge.writes(named_tensors.items()))
+        judged: Iterable[_Judged] = list(judge.writes(named_tensors.items()))
         if strict:
             judge.report().check(what)
-        for key, write in judged:
-            judge.check_memory(key, write)
+        for each in judged:
+            judge.check_memory(each)
     else:
         judged = judge.writes(named_tensors)
-    for key, write in judged:
-        judge.copy(key, write)
+    for each in judged:
+        judge.copy(each)
     report = judge.report()
     return report.check(what) if strict else report
+
+
+class _Judged(NamedTuple):
+    """A write that may be done."""
+
+    key: str
+    write: Write
+    stored: StoredTensor | None  # where the write's source is still to be read
 
 
 class _Judge:
@@ -101,33 +126,51 @@ class _Judge:
         self._memory = WrittenMemory()
         self._overflowed: dict[str, None] = {}
 
-    def writes(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Write]]:
-        """The writes of every tensor with its key, each judged."""
-        for key, tensor in named_tensors:
+    def writes(self, named_tensors: Iterable[tuple[str, Source]]) -> Iterator[_Judged]:
+        """The writes of every tensor, each judged."""
+        for key, source in named_tensors:
+            stored = source if isinstance(source, StoredTensor) else None
+            tensor = source.on_meta() if isinstance(source, StoredTensor) else source
             writes = self._home_of(key, tensor)
             if writes is None:
                 self._homeless.append(key)
                 continue
             self._used.append(key)
             for write in writes:
-                for slot in write.slots:
-                    if slot in self._filled_by:
-                        other = self._filled_by[slot]
-                        raise LoadError(f"{key}: {slot} is filled by {other} already")
-                    self._filled_by[slot] = key
-                write.check(key)
+                self._admit(key, write)
+                write.check(key, is_stored=stored is not None)
+                write.check_values(key)
                 self._memory.enter(write.target)
-                yield key, write
+                yield _Judged(key, write, stored)
 
-    def check_memory(self, key: str, write: Write) -> None:
+    def check_memory(self, judged: _Judged) -> None:
         """LoadError for a source that lies where one of the writes so far goes."""
-        self._memory.check(key, write)
+        self._memory.check(judged.key, judged.write)
 
-    def copy(self, key: str, write: Write) -> None:
+    def copy(self, judged: _Judged) -> None:
         """Writes, remembers what did not fit."""
-        self.check_memory(key, write)
+        if judged.stored is None:
+            self.check_memory(judged)
+            self._write(judged.key, judged.write)
+        elif not judged.write.target.is_meta:
+            for piece in judged.write.pieces():
+                self._read(judged.key, piece, judged.stored)
+
+    def _read(self, key: str, piece: Write, stored: StoredTensor) -> None:
+        """The values live no longer than this call, so that two pieces never take memory."""
+        piece = piece._replace(source=stored.read(piece.source))
+        piece.check_values(key)
+        self._write(key, piece)
+
+    def _write(self, key: str, write: Write) -> None:
         if write.copy():
             self._overflowed[key] = None
+
+    def _admit(self, key: str, write: Write) -> None:
+        for slot in write.slots:
+            if slot in self._filled_by:
+                raise LoadError(f"{key}: {slot} is filled by {self._filled_by[slot]} already")
+            self._filled_by[slot] = key
 
     def report(self) -> LoadReport:
         """What has been judged so far."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cmoe.errors import LoadError
+
+_PIECE_BYTES = 4_000_000
 
 
 class Write(NamedTuple):
@@ -16,20 +19,43 @@ class Write(NamedTuple):
     target: Tensor
     source: Tensor  # of target's shape
     slots: tuple[str, ...]  # the places that it fills
+    accept: Callable[[Tensor], None] | None = None  # ValueError for values that cannot be used
 
-    def check(self, key: str) -> None:
-        """LoadError for a source without values, a target without storage, dtypes that clash."""
+    def check(self, key: str, *, is_stored: bool = False) -> None:
+        """LoadError for a source without values, a target without storage, dtypes that clash.
+
+        is_stored: the source stands for a tensor that is read later.
+        """
         source, target = self.source, self.target
         # Both on the meta device is a rehearsal.
         if target.is_meta and not source.is_meta:
             raise LoadError(
                 f"{key}: the layer is on the meta device; call to_empty(device=...) first"
             )
-        if source.is_meta and not target.is_meta:
+        if source.is_meta and not target.is_meta and not is_stored:
             raise LoadError(f"{key}: a tensor on the meta device has no values to load")
         if not _is_convertible(source.dtype, target.dtype):
             takes = "; it takes float dtypes of 16 bits or more" if _is_wide(target.dtype) else ""
             raise LoadError(f"{key} has dtype {source.dtype}; its place has {target.dtype}{takes}")
+
+    def check_values(self, key: str) -> None:
+        """LoadError for values that the place cannot use."""
+        if self.accept is not None and not self.source.is_meta:
+            try:
+                self.accept(self.source)
+            except ValueError as error:
+                raise LoadError(f"{key}: {error}") from error
+
+    def pieces(self) -> Iterator[Write]:
+        """The same write in parts of at most 4 MB, as far as its first dimension allows."""
+        source, target = self.source, self.target
+        if not source.dim() or source.nbytes <= _PIECE_BYTES:
+            yield self
+            return
+        step = max(1, _PIECE_BYTES * len(source) // source.nbytes)
+        for start in range(0, len(source), step):
+            rows = slice(start, start + step)
+            yield self._replace(source=source[rows], target=target[rows])
 
     def is_identity(self) -> bool:
         """The source is the target's own memory: there is nothing to do."""

@@ -46,6 +46,7 @@ LEVELS: Mapping[str, int] = {
     "cmoe.routing": 0,
     "cmoe.load_report": 0,
     "cmoe.load_write": 0,
+    "cmoe.stored_tensor": 0,
     "cmoe.checkpoint.names": 0,
     "cmoe.custom_ops": 1,
     "cmoe.quant": 2,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cmoe.checkpoint.header import TensorInfo, check_file, read_header
+from cmoe.checkpoint.mapped import MappedTensor
 from cmoe.errors import LoadError
 from cmoe.load_report import listed
 
@@ -41,9 +40,14 @@ class Checkpoint:
         Each tensor has a mapping of its own, which ends with the last use of the tensor; writes to
         it stay in memory. LoadError for a name that is not there.
         """
+        stored = self.stored(name)
+        return stored.read(stored.on_meta())
+
+    def stored(self, name: str) -> MappedTensor:
+        """The tensor where it lies, for `load_weights`. LoadError for a name that is not there."""
         if name not in self.tensors:
             raise LoadError(f"{self.folder} has no tensor {name!r}; it has {len(self.tensors)}")
-        return _mapped(self.tensors[name])
+        return MappedTensor(self.tensors[name])
 
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
@@ -138,23 +142,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise LoadError(f"{path} is no JSON object; download it again")
     return content
-
-
-def _mapped(info: TensorInfo) -> Tensor:
-    length = info.stop - info.start
-    if not length:
-        return torch.empty(info.shape, dtype=info.dtype)
-    page_start = info.start - info.start % mmap.ALLOCATIONGRANULARITY
-    try:
-        with info.shard.open("rb") as file:
-            # Private rather than read-only: torch warns of memory that it must not write to.
-            pages = mmap.mmap(
-                file.fileno(), info.stop - page_start, access=mmap.ACCESS_COPY, offset=page_start
-            )
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{info.shard} has changed since it was opened ({error})") from error
-    offset = info.start - page_start
-    flat = torch.frombuffer(pages, dtype=torch.uint8, count=length, offset=offset)
-    if offset % info.dtype.itemsize:
-        flat = flat.clone()  # Headers need not end on a multiple of the element size.
-    return flat.view(info.dtype).view(info.shape)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Hashable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from cmoe.checkpoint.folder import Checkpoint
-from cmoe.checkpoint.header import TensorInfo
 from cmoe.errors import LoadError
 from cmoe.families import Family, family_of
-from cmoe.load_report import LoadReport
+from cmoe.load_report import LoadReport, load_tensors
 from cmoe.load_write import Write
 from cmoe.runner_interface import MoERunnerInterface
 
@@ -37,11 +34,11 @@ def load_layer(
     }
     if not keys:
         raise LoadError(f"{checkpoint.folder} has no tensor under {prefix!r}{_blocks(checkpoint)}")
-    report = _plan(runner, checkpoint, keys)
+    report = _load_runner(_copy_without_storage(runner), checkpoint, keys)
     if strict:
         report.check(prefix)
-    runner.load_weights(_streamed(checkpoint, keys), strict=False)
-    return report
+    report = _load_runner(runner, checkpoint, keys)
+    return report.check(prefix) if strict else report
 
 
 def load_model(
@@ -52,12 +49,17 @@ def load_model(
     ignore: regular expressions of checkpoint names that the model does without. Otherwise as
     load_layer: everything is judged, from the headers, before anything is written.
     """
+    for name, tensor in model.state_dict().items():
+        if tensor.is_meta:
+            raise LoadError(
+                f"{name} is on the meta device; give the model storage with to_empty first"
+            )
     homes = _Homes(model, checkpoint, ignore)
     report = homes.plan()
     if strict:
         report.check(str(checkpoint.folder))
-    homes.write()
-    return report
+    report = homes.write()
+    return report.check(str(checkpoint.folder)) if strict else report
 
 
 def family_in(checkpoint: Checkpoint) -> Family:
@@ -78,101 +80,84 @@ class _Homes:
             for name, module in model.named_modules()
             if isinstance(module, MoERunnerInterface)
         }
-        self._places = {
-            name: tensor.detach()
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if self._runner_of(name) is None
-        }
+        kept = model.state_dict(keep_vars=True)
+        self._places = {name: t.detach() for name, t in kept.items() if not self._runner_of(name)}
+        self._identities = {name: _identity(kept[name]) for name in self._places}
         rename = _renaming(family_in(checkpoint))
         self._keys_of: dict[str, dict[str, str]] = {name: {} for name in self._runners}
-        self._key_at: dict[str, str] = {}
-        self._homeless: list[str] = []
+        self._place_of: dict[str, str] = {}
         for key in checkpoint.tensors:
             if not any(re.search(pattern, key) for pattern in ignore):
-                self._find_home(key, rename(key))
+                name = rename(key)
+                runner = self._runner_of(name)
+                if runner is None:
+                    self._place_of[key] = name
+                else:
+                    self._keys_of[runner][name.removeprefix(f"{runner}.")] = key
 
     def plan(self) -> LoadReport:
         """What write() will do. LoadError for a shape or a dtype that does not fit."""
-        reports = []
-        for name, runner in self._runners.items():
-            report = _plan(runner, self._checkpoint, self._keys_of[name])
-            reports.append(
-                LoadReport(
-                    report.keys_used,
-                    tuple(f"{name}.{slot}" for slot in report.slots_written),
-                    report.keys_without_home,
-                    tuple(f"{name}.{slot}" for slot in report.slots_unwritten),
-                )
-            )
-        for place, key in self._key_at.items():
-            _check(place, key, self._checkpoint.tensors[key], self._places[place])
-        own = LoadReport(
-            tuple(self._key_at.values()),
-            tuple(self._key_at),
-            tuple(self._homeless),
-            self._unwritten_places(),
-        )
-        fields = zip(own, *reports, strict=True)
-        return LoadReport(*(tuple(itertools.chain(*field)) for field in fields))
+        runners = {name: _copy_without_storage(runner) for name, runner in self._runners.items()}
+        places = {name: tensor.to("meta") for name, tensor in self._places.items()}
+        return self._load(runners, places)
 
-    def write(self) -> None:
+    def write(self) -> LoadReport:
         """Copies every tensor to its home."""
-        for place, key in self._key_at.items():
-            with torch.no_grad():
-                self._places[place].copy_(self._checkpoint.get(key))
-        for name, runner in self._runners.items():
-            runner.load_weights(_streamed(self._checkpoint, self._keys_of[name]), strict=False)
+        return self._load(self._runners, self._places)
+
+    def _load(
+        self, runners: Mapping[str, MoERunnerInterface], places: Mapping[str, Tensor]
+    ) -> LoadReport:
+        def home_of(key: str, tensor: Tensor) -> list[Write] | None:
+            place = self._place_of[key]
+            if place not in places:
+                return None
+            target = places[place]
+            if tensor.shape != target.shape:
+                shapes = f"shape {tuple(tensor.shape)} should be {tuple(target.shape)}"
+                raise LoadError(f"{key}: {shapes}")
+            return [Write(target, tensor, (place,))]
+
+        stored = {key: self._checkpoint.stored(key) for key in self._place_of}
+        own = load_tensors(stored, home_of, self._own_slots(), what="the model", strict=False)
+        reports = [own]
+        for name, runner in runners.items():
+            report = _load_runner(runner, self._checkpoint, self._keys_of[name])
+            reports.append(report.under(name))
+        return LoadReport(*(tuple(itertools.chain(*field)) for field in zip(*reports, strict=True)))
 
     def _runner_of(self, name: str) -> str | None:
-        return next((runner for runner in self._runners if name.startswith(f"{runner}.")), None)
+        """The runner that the tensor belongs to; it is one of the name's own prefixes."""
+        dots = (match.start() for match in re.finditer(r"\.", name))
+        return next((name[:dot] for dot in dots if name[:dot] in self._runners), None)
 
-    def _find_home(self, key: str, name: str) -> None:
-        runner = self._runner_of(name)
-        if runner is not None:
-            self._keys_of[runner][name.removeprefix(f"{runner}.")] = key
-        elif name in self._places:
-            self._key_at[name] = key
-        else:
-            self._homeless.append(key)
-
-    def _unwritten_places(self) -> tuple[str, ...]:
-        """A place that shares its storage with a written one, as tied embeddings do, is written."""
-        written = {_storage(self._places[place]) for place in self._key_at}
-        return tuple(
-            name
-            for name, tensor in self._places.items()
-            if name not in self._key_at and _storage(tensor) not in written
-        )
+    def _own_slots(self) -> list[str]:
+        """Places to fill; what shares its storage with one of these, as tied embeddings do, is."""
+        filled = set(self._place_of.values())
+        written = {self._identities[name] for name in filled if name in self._places}
+        return [n for n in self._places if n in filled or self._identities[n] not in written]
 
 
-class _Storage(NamedTuple):
-    """What two tensors have in common when one is the other."""
-
-    pointer: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-
-
-def _storage(tensor: Tensor) -> _Storage:
-    return _Storage(tensor.data_ptr(), tensor.shape, tensor.stride())
+def _identity(tensor: Tensor) -> Hashable:
+    """What two tensors have in common when one is the other; without storage, the object."""
+    if tensor.is_meta:
+        return id(tensor)
+    return (tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
-def _plan(
+def _load_runner(
     runner: MoERunnerInterface, checkpoint: Checkpoint, keys: Mapping[str, str]
 ) -> LoadReport:
-    """What loading would do, tried out on a copy of the runner that has no storage.
+    """Loads what there is; on a runner without storage it only tells what loading would do.
 
     keys: checkpoint names by the names that the runner is given.
     """
-    shapes = {name: _without_storage(checkpoint.tensors[key]) for name, key in keys.items()}
+    stored = {name: checkpoint.stored(key) for name, key in keys.items()}
     try:
-        report = _copy_without_storage(runner).load_weights(shapes, strict=False)
+        report = runner.load_weights(stored, strict=False)
     except LoadError as error:
         raise LoadError(f"{checkpoint.folder}: {error}") from error
-    return report._replace(
-        keys_used=tuple(keys[name] for name in report.keys_used),
-        keys_without_home=tuple(keys[name] for name in report.keys_without_home),
-    )
+    return report.renamed(keys)
 
 
 def _copy_without_storage(runner: MoERunnerInterface) -> MoERunnerInterface:
@@ -183,23 +168,6 @@ def _copy_without_storage(runner: MoERunnerInterface) -> MoERunnerInterface:
     for buffer in runner.buffers():
         memo[id(buffer)] = buffer.to("meta")
     return copy.deepcopy(runner, memo)
-
-
-def _without_storage(info: TensorInfo) -> Tensor:
-    return torch.empty(info.shape, dtype=info.dtype, device="meta")
-
-
-def _streamed(checkpoint: Checkpoint, keys: Mapping[str, str]) -> Iterable[tuple[str, Tensor]]:
-    """Each tensor is mapped when its turn comes; its memory goes with the next one."""
-    return ((name, checkpoint.get(key)) for name, key in keys.items())
-
-
-def _check(name: str, key: str, info: TensorInfo, place: Tensor) -> None:
-    if place.is_meta:
-        raise LoadError(f"{name} is on the meta device; give the model storage with to_empty first")
-    if info.shape != tuple(place.shape):
-        raise LoadError(f"{key}: shape {info.shape} should be {tuple(place.shape)}")
-    Write(place.to("meta"), _without_storage(info), (name,)).check(key)
 
 
 def _renaming(family: Family) -> Callable[[str], str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,43 +222,3 @@ def test_a_model_on_meta_has_nowhere_to_write(tmp_path: Path) -> None:
         model = Model()
     with pytest.raises(LoadError, match="on the meta device; give the model storage"):
         load_model(model, saved(tmp_path, model_tensors()))
-
-
-PEAK = """
-import sys
-from pathlib import Path
-import torch, cmoe
-from cmoe.checkpoint.folder import open_checkpoint
-from cmoe.checkpoint.load import load_layer
-from cmoe.demo.memory import peak_bytes, reset_peak
-cpu = torch.device("cpu")
-config = cmoe.MoEConfig(num_experts=32, top_k=2, hidden_size=1024, intermediate_size=512)
-checkpoint = open_checkpoint(Path(sys.argv[1]))
-layer = cmoe.FusedMoE(config, "mlp")
-load_layer(layer, checkpoint, "mlp")  # torch imports what it needs for it, tens of MB
-reset_peak(cpu)
-before = peak_bytes(cpu)
-load_layer(layer, checkpoint, "mlp")
-weights = sum(p.nbytes for p in layer.parameters())
-print(weights, peak_bytes(cpu) - before)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc/self/clear_refs")
-def test_loading_takes_one_tensor_beyond_the_weights(tmp_path: Path) -> None:
-    tensors = {
-        f"mlp.experts.{expert}.{name}.weight": torch.randn(size)
-        for expert in range(32)
-        for name, size in {
-            "gate_proj": (512, 1024),
-            "up_proj": (512, 1024),
-            "down_proj": (1024, 512),
-        }.items()
-    }
-    saved(tmp_path, tensors)
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    weights, above = map(int, done.stdout.split())
-    # The layer's weights were written when it was built; its tensors are mapped one by one.
-    assert above < 0.05 * weights
