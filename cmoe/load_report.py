@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,6 +16,18 @@ _LONGEST = 200
 
 Source = Tensor | StoredTensor
 NamedTensors = Mapping[str, Source] | Iterable[tuple[str, Source]]
+
+
+class Homes(NamedTuple):
+    """What a module knows of its checkpoint.
+
+    home_of: a key with its tensor, which may be on the meta device -> the writes, whose sources are
+        views of the tensor; None when it has no home here; LoadError when it does not fit.
+    slots: all that a complete checkpoint fills.
+    """
+
+    home_of: Callable[[str, Tensor], list[Write] | None]
+    slots: Sequence[str]
 
 
 class LoadReport(NamedTuple):
@@ -72,24 +84,17 @@ class LoadReport(NamedTuple):
 
 
 def load_tensors(
-    named_tensors: NamedTensors,
-    home_of: Callable[[str, Tensor], list[Write] | None],
-    slots: Collection[str],
-    *,
-    what: str,
-    strict: bool,
+    named_tensors: NamedTensors, homes: Homes, *, what: str, strict: bool
 ) -> LoadReport:
     """Copies every tensor to its home, in the storage and dtype that are there.
 
-    home_of: a key with its tensor -> the writes, None when it has no home; LoadError when it does
-    not fit. slots: all that a complete checkpoint fills. A mapping is judged whole before anything
-    is written; an iterator is consumed once, so that a fault in its middle leaves what came before
-    it written. LoadError for a slot that two keys fill, for a tensor without values, of a dtype
-    that is not converted, or in the layer's own memory; with `strict` also for a key with no home,
-    a slot left unwritten, a value that became infinite. The last is seen while writing only: to
-    look before would read every tensor twice.
+    A mapping is judged whole before anything is written; an iterator is consumed once, so that a
+    fault in its middle leaves what came before it written. LoadError for a slot that two keys fill,
+    for a tensor without values, of a dtype that is not converted, or in the layer's own memory;
+    with `strict` also for a key with no home, a slot left unwritten, a value that became infinite.
+    The last is seen while writing only: to look before would read every tensor twice.
     """
-    judge = _Judge(home_of, slots)
+    judge = _Judge(homes)
     if isinstance(named_tensors, Mapping):
         judged: Iterable[_Judged] = list(judge.writes(named_tensors.items()))
         if strict:
@@ -104,6 +109,14 @@ def load_tensors(
     return report.check(what) if strict else report
 
 
+def judge_tensors(named_tensors: Mapping[str, Source], homes: Homes) -> LoadReport:
+    """What `load_tensors` would report, as far as names, shapes, dtypes tell."""
+    judge = _Judge(homes)
+    for _ in judge.writes(named_tensors.items()):
+        pass
+    return judge.report()
+
+
 class _Judged(NamedTuple):
     """A write that may be done."""
 
@@ -115,11 +128,8 @@ class _Judged(NamedTuple):
 class _Judge:
     """Finds the home of each key, remembers which key fills which slot."""
 
-    def __init__(
-        self, home_of: Callable[[str, Tensor], list[Write] | None], slots: Collection[str]
-    ) -> None:
-        self._home_of = home_of
-        self._slots = slots
+    def __init__(self, homes: Homes) -> None:
+        self._homes = homes
         self._used: list[str] = []
         self._homeless: list[str] = []
         self._filled_by: dict[str, str] = {}
@@ -131,7 +141,7 @@ class _Judge:
         for key, source in named_tensors:
             stored = source if isinstance(source, StoredTensor) else None
             tensor = source.on_meta() if isinstance(source, StoredTensor) else source
-            writes = self._home_of(key, tensor)
+            writes = self._homes.home_of(key, tensor)
             if writes is None:
                 self._homeless.append(key)
                 continue
@@ -178,7 +188,9 @@ class _Judge:
             keys_used=tuple(self._used),
             slots_written=tuple(self._filled_by),
             keys_without_home=tuple(self._homeless),
-            slots_unwritten=tuple(slot for slot in self._slots if slot not in self._filled_by),
+            slots_unwritten=tuple(
+                slot for slot in self._homes.slots if slot not in self._filled_by
+            ),
             keys_overflowed=tuple(self._overflowed),
         )
 

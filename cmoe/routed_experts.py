@@ -16,7 +16,7 @@ from cmoe.config import MoEConfig
 from cmoe.custom_ops.backends import Kernels, LayerSpec, select_kernels
 from cmoe.errors import LoadError
 from cmoe.expert_map import ExpertMapManager
-from cmoe.load_report import LoadReport, NamedTensors, load_tensors
+from cmoe.load_report import Homes, LoadReport, NamedTensors, load_tensors
 from cmoe.load_write import Write
 from cmoe.pluggable import PluggableLayer
 from cmoe.quant.table import make_quant_method
@@ -82,9 +82,8 @@ class RoutedExperts(PluggableLayer):
         `config.layout` declares it. Loading again gives the same result in the same storage.
         A mapping is judged whole before anything is written. LoadError: see `load_tensors`.
         """
-        report = load_tensors(
-            named_tensors, self.home_of, self.slots(), what="expert weights", strict=strict
-        )
+        homes = Homes(self.home_of, self.slots())
+        report = load_tensors(named_tensors, homes, what="expert weights", strict=strict)
         self.zero_padding()
         return report
 

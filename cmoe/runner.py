@@ -17,7 +17,7 @@ from cmoe.config import MoEConfig
 from cmoe.custom_ops.registration import asks_for_derivatives
 from cmoe.distributed.dispatch import Dispatcher
 from cmoe.layer_state import tensors_of
-from cmoe.load_report import LoadReport, NamedTensors
+from cmoe.load_report import Homes, LoadReport, NamedTensors, load_tensors
 from cmoe.ops import moe_forward, moe_forward_shared
 from cmoe.pluggable import PluggableLayer
 from cmoe.routed_experts import RoutedExperts
@@ -129,12 +129,18 @@ class MoERunner(MoERunnerInterface):
         shared experts. input_transform.*, output_transform.*: these. The names of the layer's own
         state_dict serve too. LoadError as there.
         """
+        report = load_tensors(named_tensors, self.homes(), what=self.prefix, strict=strict)
+        self.routed_experts.zero_padding()
+        return report
+
+    def homes(self) -> Homes:
+        """Where each of these tensors goes."""
         block = BlockWeights(self.prefix)
         block.enter_router(self.router, self.gate)
         block.enter_shared_experts(self.shared_experts)
         block.enter(self.input_transform, "input_transform")
         block.enter(self.output_transform, "output_transform")
-        return block.load(self.routed_experts, named_tensors, strict)
+        return block.homes(self.routed_experts)
 
     def _flat(self, inputs: RouterInputs) -> RouterInputs:
         """The inputs with one leading dimension, judged before any work."""

@@ -18,7 +18,7 @@ from cmoe.context import (
     register_token,
 )
 from cmoe.layer_state import tensors_of, with_tensors
-from cmoe.load_report import LoadReport, NamedTensors
+from cmoe.load_report import Homes, LoadReport, NamedTensors
 from cmoe.pluggable import PluggableLayer
 from cmoe.routing import RouterInputs
 
@@ -93,6 +93,10 @@ class MoERunnerInterface(PluggableLayer):
         strict: bool = True,
     ) -> LoadReport:
         """Writes the block's checkpoint tensors into its parameters."""
+
+    @abstractmethod
+    def homes(self) -> Homes:
+        """Where each of its checkpoint tensors goes: for a load that is tried out, for saving."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoERunnerInterface:
         former_pointer = self.layer_token.data_ptr()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from cmoe.errors import LoadError
-from cmoe.load_report import LoadReport, NamedTensors, load_tensors
+from cmoe.load_report import Homes
 from cmoe.load_write import Write
 from cmoe.routed_experts import RoutedExperts
 from cmoe.router.base import FusedMoERouter
@@ -54,8 +54,8 @@ class BlockWeights:
             for suffix, parameter in module.named_parameters():
                 self._enter_tensor(parameter, tuple(f"{name}.{suffix}" for name in names))
 
-    def load(self, experts: RoutedExperts, named_tensors: NamedTensors, strict: bool) -> LoadReport:
-        """Writes every tensor to its place; see MoERunner.load_weights."""
+    def homes(self, experts: RoutedExperts) -> Homes:
+        """The places of the block, those of its routed experts among them."""
 
         def home_of(key: str, tensor: Tensor) -> list[Write] | None:
             name = key.removeprefix(self._prefix)
@@ -66,11 +66,7 @@ class BlockWeights:
                 return None
             return experts.home_of(key, tensor)
 
-        slots = [*self._slots, *experts.slots()]
-        what = self._prefix.removesuffix(".")
-        report = load_tensors(named_tensors, home_of, slots, what=what, strict=strict)
-        experts.zero_padding()
-        return report
+        return Homes(home_of, [*self._slots, *experts.slots()])
 
     def _enter_tensor(self, tensor: Tensor, names: tuple[str, ...]) -> None:
         self._slots[names[0]] = tensor

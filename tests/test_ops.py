@@ -111,6 +111,9 @@ class Mirror(cmoe.MoERunnerInterface):
     def load_weights(self, named_tensors: Any, *, strict: bool = True) -> cmoe.LoadReport:
         raise NotImplementedError
 
+    def homes(self) -> Any:
+        raise NotImplementedError
+
     def forward_impl(
         self, inputs: RouterInputs, shared_experts_input: Tensor | None
     ) -> cmoe.MoEOutput:

@@ -130,6 +130,9 @@ class Foreign(cmoe.MoERunnerInterface):
     def load_weights(self, named_tensors: Any, *, strict: bool = True) -> cmoe.LoadReport:
         raise NotImplementedError
 
+    def homes(self) -> Any:
+        raise NotImplementedError
+
 
 class SubRunner(cmoe.MoERunner):
     """A class that knows nothing of the replacement."""
@@ -186,7 +189,11 @@ class Incomplete(cmoe.MoERunnerInterface):
         (cmoe.MoERunner, cmoe.FusedMoE, "must derive from .*got <function FusedMoE"),
         (cmoe.MoERunner, None, "must derive from .*; got None"),
         (cmoe.MoERunner, "OtherRunner", "must derive from .*; got 'OtherRunner'"),
-        (cmoe.MoERunner, Incomplete, "Incomplete .* does not define forward_impl, load_weights"),
+        (
+            cmoe.MoERunner,
+            Incomplete,
+            "Incomplete .* does not define forward_impl, homes, load_weights",
+        ),
         (cmoe.PluggableLayer, OtherRunner, "PluggableLayer is not a replaceable layer.*moe_runner"),
         (OtherRunner, OtherRunner, "OtherRunner is not a replaceable layer itself"),
     ],

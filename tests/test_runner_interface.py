@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import cmoe
 from cmoe.context import get_layer_from_token
+from cmoe.load_report import Homes
+from cmoe.load_write import Write
 from cmoe.ops import moe_forward
 from cmoe.routing import RouterInputs
 
@@ -35,7 +37,11 @@ class Doubling(cmoe.MoERunnerInterface):
             self.factor.copy_(tensor)
         return cmoe.LoadReport(tuple(named_tensors), ("factor",))
 
+    def homes(self) -> Homes:
+        return Homes(lambda name, tensor: [Write(self.factor, tensor, ("factor",))], ["factor"])
 
+
+METHODS = ("forward", "forward_impl", "load_weights", "homes")
 X = torch.arange(6.0).view(3, 2)
 
 
@@ -51,11 +57,9 @@ def test_a_minimal_runner_works_through_the_op(compiled: bool) -> None:
         assert torch.equal(runs[1](X), 3 * X)
 
 
-@pytest.mark.parametrize("method", ["forward", "forward_impl", "load_weights"])
+@pytest.mark.parametrize("method", METHODS)
 def test_what_the_op_needs_is_part_of_the_contract(method: str) -> None:
-    methods = {
-        name: getattr(Doubling, name) for name in ("forward", "forward_impl", "load_weights")
-    }
+    methods = {name: getattr(Doubling, name) for name in METHODS}
     del methods[method]
     incomplete = type("Incomplete", (cmoe.MoERunnerInterface,), methods)
     with pytest.raises(TypeError, match=f"abstract.*{method}"):

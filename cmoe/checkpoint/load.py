@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -10,9 +9,10 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from torch import Tensor, nn
 
 from cmoe.checkpoint.folder import Checkpoint
+from cmoe.checkpoint.mapped import MappedTensor
 from cmoe.errors import LoadError
 from cmoe.families import Family, family_of
-from cmoe.load_report import LoadReport, load_tensors
+from cmoe.load_report import Homes, LoadReport, judge_tensors, load_tensors
 from cmoe.load_write import Write
 from cmoe.runner_interface import MoERunnerInterface
 
@@ -22,22 +22,20 @@ def load_layer(
 ) -> LoadReport:
     """Loads the tensors whose names begin with `prefix` ("model.layers.0.mlp") into the runner.
 
+    An empty prefix: all tensors of the checkpoint.
     Judged from the headers first: with `strict`, LoadError for a key with no home or a slot with no
     tensor, in any case for a shape or dtype that does not fit; nothing is written then. Tensors are
     mapped one at a time and copied into the parameters' storage, converted to their dtype.
     """
     family_in(checkpoint)
-    keys = {
-        name.removeprefix(f"{prefix}."): name
-        for name in checkpoint.tensors
-        if name.startswith(f"{prefix}.")
-    }
+    start = f"{prefix}." if prefix else ""
+    keys = {name.removeprefix(start): name for name in checkpoint.tensors if name.startswith(start)}
     if not keys:
         raise LoadError(f"{checkpoint.folder} has no tensor under {prefix!r}{_blocks(checkpoint)}")
-    report = _load_runner(_copy_without_storage(runner), checkpoint, keys)
+    report = judge_runner(runner, checkpoint, keys)
     if strict:
         report.check(prefix)
-    report = _load_runner(runner, checkpoint, keys)
+    report = load_runner(runner, checkpoint, keys)
     return report.check(prefix) if strict else report
 
 
@@ -97,34 +95,38 @@ class _Homes:
 
     def plan(self) -> LoadReport:
         """What write() will do. LoadError for a shape or a dtype that does not fit."""
-        runners = {name: _copy_without_storage(runner) for name, runner in self._runners.items()}
-        places = {name: tensor.to("meta") for name, tensor in self._places.items()}
-        return self._load(runners, places)
+        reports = [judge_tensors(self._own_tensors(), self._own_homes())]
+        for name, runner in self._runners.items():
+            report = judge_runner(runner, self._checkpoint, self._keys_of[name])
+            reports.append(report.under(name))
+        return _joined(reports)
 
     def write(self) -> LoadReport:
         """Copies every tensor to its home."""
-        return self._load(self._runners, self._places)
+        own = self._own_tensors(), self._own_homes()
+        reports = [load_tensors(*own, what="the model", strict=False)]
+        for name, runner in self._runners.items():
+            report = load_runner(runner, self._checkpoint, self._keys_of[name])
+            reports.append(report.under(name))
+        return _joined(reports)
 
-    def _load(
-        self, runners: Mapping[str, MoERunnerInterface], places: Mapping[str, Tensor]
-    ) -> LoadReport:
+    def _own_tensors(self) -> dict[str, MappedTensor]:
+        return {key: self._checkpoint.stored(key) for key in self._place_of}
+
+    def _own_homes(self) -> Homes:
+        """Of the tensors outside of the runners."""
+
         def home_of(key: str, tensor: Tensor) -> list[Write] | None:
             place = self._place_of[key]
-            if place not in places:
+            if place not in self._places:
                 return None
-            target = places[place]
+            target = self._places[place]
             if tensor.shape != target.shape:
                 shapes = f"shape {tuple(tensor.shape)} should be {tuple(target.shape)}"
                 raise LoadError(f"{key}: {shapes}")
             return [Write(target, tensor, (place,))]
 
-        stored = {key: self._checkpoint.stored(key) for key in self._place_of}
-        own = load_tensors(stored, home_of, self._own_slots(), what="the model", strict=False)
-        reports = [own]
-        for name, runner in runners.items():
-            report = _load_runner(runner, self._checkpoint, self._keys_of[name])
-            reports.append(report.under(name))
-        return LoadReport(*(tuple(itertools.chain(*field)) for field in zip(*reports, strict=True)))
+        return Homes(home_of, self._own_slots())
 
     def _runner_of(self, name: str) -> str | None:
         """The runner that the tensor belongs to; it is one of the name's own prefixes."""
@@ -145,29 +147,30 @@ def _identity(tensor: Tensor) -> Hashable:
     return (tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
-def _load_runner(
+def judge_runner(
     runner: MoERunnerInterface, checkpoint: Checkpoint, keys: Mapping[str, str]
 ) -> LoadReport:
-    """Loads what there is; on a runner without storage it only tells what loading would do.
+    """What load_runner would do, from the headers alone.
 
     keys: checkpoint names by the names that the runner is given.
     """
     stored = {name: checkpoint.stored(key) for name, key in keys.items()}
     try:
-        report = runner.load_weights(stored, strict=False)
+        return judge_tensors(stored, runner.homes()).renamed(keys)
     except LoadError as error:
         raise LoadError(f"{checkpoint.folder}: {error}") from error
-    return report.renamed(keys)
 
 
-def _copy_without_storage(runner: MoERunnerInterface) -> MoERunnerInterface:
-    """deepcopy takes what its memo holds for a copy already made."""
-    memo: dict[int, Tensor] = {}
-    for parameter in runner.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    for buffer in runner.buffers():
-        memo[id(buffer)] = buffer.to("meta")
-    return copy.deepcopy(runner, memo)
+def load_runner(
+    runner: MoERunnerInterface, checkpoint: Checkpoint, keys: Mapping[str, str]
+) -> LoadReport:
+    """Loads what there is into the runner; see judge_runner."""
+    stored = {name: checkpoint.stored(key) for name, key in keys.items()}
+    return runner.load_weights(stored, strict=False).renamed(keys)
+
+
+def _joined(reports: list[LoadReport]) -> LoadReport:
+    return LoadReport(*(tuple(itertools.chain(*field)) for field in zip(*reports, strict=True)))
 
 
 def _renaming(family: Family) -> Callable[[str], str]:
