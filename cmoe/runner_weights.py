@@ -75,6 +75,8 @@ class BlockWeights:
 
     def _write(self, key: str, tensor: Tensor, slot: str) -> Write:
         target = self._slots[slot]
+        if slot in self._checks and tensor.shape[:-1] == (1,):
+            tensor = tensor[0]  # Some files have a router's bias as one row.
         if tensor.shape != target.shape:
             raise LoadError(f"{key}: shape {tuple(tensor.shape)} should be {tuple(target.shape)}")
         return Write(target, tensor, (slot,), self._checks.get(slot))

@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 2**63  # of anything that a file of this world can hold
 
-_DTYPES: Mapping[str, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -134,11 +134,11 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     where = f"{path}: tensor {name!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise LoadError(f"{where} must have dtype, shape, data_offsets, got {entry!r:.80}")
-    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise LoadError(
-            f"{where} has dtype {entry['dtype']!r:.40}; known: {', '.join(sorted(_DTYPES))}"
+            f"{where} has dtype {entry['dtype']!r:.40}; known: {', '.join(sorted(DTYPES))}"
         )
-    dtype, shape, offsets = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    dtype, shape, offsets = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape):
         raise LoadError(
             f"{where} has shape {shape!r:.80}, not a list of at most {_MAX_DIMENSIONS} sizes"

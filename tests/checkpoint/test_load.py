@@ -36,7 +36,8 @@ def block(prefix: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 def runner_of(prefix: str = "mlp") -> cmoe.MoERunner:
-    return layer_of(prefix=prefix, gate=cmoe.GateLinear(HIDDEN, NUM_EXPERTS))
+    config = config_of(layout=cmoe.CheckpointLayout(transposed=False))
+    return layer_of(config, prefix, gate=cmoe.GateLinear(HIDDEN, NUM_EXPERTS))
 
 
 def nan_filled(module: nn.Module) -> None:
