@@ -1,8 +1,13 @@
 """Every environment variable that cmoe reads.
 
-CMOE_CACHE_DIR  folder for compiled kernels (default: $XDG_CACHE_HOME/cmoe, else ~/.cache/cmoe)
-CXX             the C++ compiler with its arguments, if any (default: the first of g++, clang++, c++
-                on PATH)
+CMOE_CACHE_DIR
+    folder for compiled kernels (default: $XDG_CACHE_HOME/cmoe, else ~/.cache/cmoe)
+CMOE_TRITON_PARAMETERS
+    file of tuned parameters for the Triton kernels (default: triton-parameters.json in that folder)
+CXX
+    the C++ compiler with its arguments, if any (default: the first of g++, clang++, c++ on PATH)
+TRITON_INTERPRET
+    Triton's own variable: with 1 its interpreter runs the kernels, on the CPU
 """
 
 from __future__ import annotations
@@ -20,6 +25,17 @@ def cache_dir() -> Path:
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "cmoe"
+
+
+def triton_parameters_file() -> Path:
+    """The file of tuned parameters for the Triton kernels; it may not exist."""
+    explicit = os.environ.get("CMOE_TRITON_PARAMETERS")
+    return Path(explicit) if explicit else cache_dir() / "triton-parameters.json"
+
+
+def triton_is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def cxx_compiler() -> tuple[str, ...] | None:

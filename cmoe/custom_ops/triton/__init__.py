@@ -1,0 +1,1 @@
+"""The triton backend: one source for CUDA, ROCm devices."""
