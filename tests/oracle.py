@@ -34,7 +34,10 @@ def naive_route(
         x = [_cleaned(value, largest) for value in row]
         scores = _scores(x, scoring_func)
         # Softmax may round two scores to one number where the logits still differ.
-        choice = x if bias is None else [s + b for s, b in zip(scores, bias.tolist(), strict=True)]
+        choice = x
+        if bias is not None:
+            biased = (s + b for s, b in zip(scores, bias.tolist(), strict=True))
+            choice = [_cleaned(value, largest) for value in biased]
         allowed = _experts_of_best_groups(
             choice, num_expert_group, topk_group, num_best=1 if bias is None else 2
         )

@@ -39,23 +39,22 @@ def route_reference(
     logits: [T, E], any float dtype, read as float32 (float64 stays); bias: [E] float32.
     1. clean: NaN becomes the lowest finite float, infinities the outermost finite ones.
     2. score: p = softmax(x), sigmoid(x) or sqrt(softplus(x)).
-    3. choose: by p + bias; without a bias by x, which orders experts as p does. With G > 1 groups
-       only the best `topk_group` groups stay; a group's mark is the sum of its two best choices
-       with a bias, its best one without.
+    3. choose: by p + bias, cleaned like x; without a bias by x, which orders experts as p does.
+       With G > 1 groups only the best `topk_group` groups stay; a group's mark is the sum of its
+       two best choices with a bias, its best one without.
     4. weigh: p at the chosen ids (never p + bias), divided by their sum when `renormalize`;
        with `softmax_after_topk` instead the softmax over the chosen logits.
     5. scale by `scaling`.
     The lower id wins every tie, among experts, among groups. A row of NaN or -inf alone takes the
     first K ids, with equal weights under softmax, weights of 0 under the other scores.
+    ValueError for sizes that do not fit, for a bias with `softmax_after_topk`.
     Sources: softmax top-k, Mixtral/Qwen3-MoE; softmax_after_topk, gpt-oss; grouped without a bias,
     DeepSeek-V2 (arXiv 2405.04434); with a bias ("noaux_tc"), DeepSeek-V3 (arXiv 2412.19437).
     """
-    _check(logits, bias, top_k, scoring_func, num_expert_group, topk_group)
-    x = logits if logits.dtype == torch.float64 else logits.float()
-    finite = torch.finfo(x.dtype)
-    x = torch.nan_to_num(x, nan=finite.min, posinf=finite.max, neginf=finite.min)
+    check_route(logits, bias, top_k, scoring_func, softmax_after_topk, num_expert_group, topk_group)
+    x = _cleaned(logits if logits.dtype == torch.float64 else logits.float())
     scores = x if softmax_after_topk else _score(x, scoring_func)
-    choice = x if bias is None else scores + bias
+    choice = x if bias is None else _cleaned(scores + bias)
     if num_expert_group > 1:
         choice = _keep_best_groups(choice, num_expert_group, topk_group, 1 if bias is None else 2)
     ids = _first_largest(choice, top_k)
@@ -67,6 +66,11 @@ def route_reference(
     # A plain `to` keeps the strides of the slice, for one token or none.
     ids = ids.to(torch.int32, memory_format=torch.contiguous_format)
     return weights * scaling, ids
+
+
+def _cleaned(x: Tensor) -> Tensor:
+    finite = torch.finfo(x.dtype)
+    return torch.nan_to_num(x, nan=finite.min, posinf=finite.max, neginf=finite.min)
 
 
 def _score(x: Tensor, scoring_func: str) -> Tensor:
@@ -100,14 +104,16 @@ def _keep_best_groups(choice: Tensor, num_group: int, topk_group: int, best: int
     return grouped.masked_fill(~kept[..., None], float("-inf")).view(num_tokens, num_experts)
 
 
-def _check(
+def check_route(
     logits: Tensor,
     bias: Tensor | None,
     top_k: int,
     scoring_func: str,
+    softmax_after_topk: bool,
     num_expert_group: int,
     topk_group: int,
 ) -> None:
+    """ValueError for arguments that no backend's `route` can serve."""
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(
             f"logits must be a float tensor [T, E]; got {logits.dtype} {tuple(logits.shape)}"
@@ -121,6 +127,8 @@ def _check(
         raise ValueError(f"top_k ({top_k}) must be between 1 and the {num_experts} experts")
     if bias is not None and tuple(bias.shape) != (num_experts,):
         raise ValueError(f"bias must be [{num_experts}], got {tuple(bias.shape)}")
+    if bias is not None and softmax_after_topk:
+        raise ValueError("softmax_after_topk chooses by the logits; it takes no bias")
     if not 1 <= topk_group <= num_expert_group or num_experts % num_expert_group:
         raise ValueError(
             f"num_expert_group ({num_expert_group}) must divide the {num_experts} experts and "

@@ -308,6 +308,23 @@ def test_rows_that_are_not_finite_under_softmax_after_topk() -> None:
     assert ids[3].tolist() == [3, 2]
 
 
+@pytest.mark.parametrize("groups", [{}, dict(num_expert_group=4, topk_group=2)])
+@pytest.mark.parametrize("scoring_func", SCORING_FUNCTIONS)
+def test_a_bias_that_is_not_finite(scoring_func: str, groups: dict[str, Any]) -> None:
+    """Such a choice counts as such a logit does: NaN as the lowest, an infinity as outermost."""
+    logits = torch.cat([torch.randn(5, 8), BAD_ROWS])
+    for bias in BAD_ROWS:
+        options = dict(bias=bias, scoring_func=scoring_func, **groups)
+        _, ids = check(logits, 3, renormalize=True, **options)
+        assert all(len(set(row)) == 3 for row in ids.tolist())
+
+
+def test_a_nan_in_the_bias_is_chosen_last() -> None:
+    bias = torch.tensor([0, NAN, 0, NAN])
+    _, ids = call(torch.tensor([[0.0, 9, 1, 9]]), 4, bias=bias, scoring_func="sigmoid")
+    assert ids.tolist() == [[2, 0, 1, 3]]
+
+
 def test_the_input_is_unchanged() -> None:
     before = BAD_ROWS.clone()
     call(before, 2, bias=torch.zeros(8), num_expert_group=2)
@@ -387,6 +404,12 @@ def against(router: torch.nn.Module, top_k: int, **options: Any) -> None:
         (torch.zeros(2, 8), 0, {}, r"top_k \(0\) must be between 1 and the 8 experts"),
         (torch.zeros(2, 8), 2, dict(scoring_func="tanh"), "unknown scoring_func 'tanh'; choose"),
         (torch.zeros(2, 8), 2, dict(bias=torch.zeros(7)), r"bias must be \[8\], got \(7,\)"),
+        (
+            torch.zeros(2, 8),
+            2,
+            dict(softmax_after_topk=True, bias=torch.zeros(8)),
+            "softmax_after_topk chooses by the logits; it takes no bias",
+        ),
         (torch.zeros(2, 8), 2, dict(num_expert_group=3), r"\(3\) must divide the 8 experts"),
         (torch.zeros(2, 8), 2, dict(num_expert_group=0), r"\(0\) must divide the 8 experts"),
         (torch.zeros(2, 8), 2, dict(topk_group=2), r"topk_group \(2\) must be between 1 and"),
