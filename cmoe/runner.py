@@ -5,6 +5,7 @@ T tokens, H hidden, E experts, K experts per token, S width of the shared expert
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -102,9 +103,14 @@ class MoERunner(MoERunnerInterface):
 
     def forward_impl(self, inputs: RouterInputs, shared_experts_input: Tensor | None) -> MoEOutput:
         """inputs.hidden_states: [T, H] as the weights store H; shared_experts_input: [T, S]."""
-        shared = None
-        if self.shared_experts is not None:
-            shared = self.shared_experts(shared_experts_input)
+        if self.shared_experts is None:
+            return MoEOutput(None, self._routed(inputs))
+        assert shared_experts_input is not None
+        routed = functools.partial(self._routed, inputs)
+        return MoEOutput(*self.shared_experts.beside(shared_experts_input, routed))
+
+    def _routed(self, inputs: RouterInputs) -> Tensor:
+        """Routes, dispatches, computes the experts, combines."""
         routing = self.router(inputs)
         if self._scales_weights(inputs.hidden_states.dtype):
             routing = routing.scaled(self.routed_scale)
@@ -114,7 +120,7 @@ class MoERunner(MoERunnerInterface):
         if routing.identity_weights is not None:
             identity = routing.identity_weights[:, None] * inputs.hidden_states
             y = y + identity.to(y.dtype)
-        return MoEOutput(shared, y)
+        return y
 
     def load_weights(
         self,

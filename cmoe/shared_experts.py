@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
+from cmoe.overlap import RoutedFunction, SharedFunction, in_order
 from cmoe.pluggable import PluggableLayer
 
 
@@ -13,12 +16,22 @@ class SharedExperts(PluggableLayer):
 
     mlp: any module, [T, S] -> [T, S]; gate: any module, [T, S] -> [T, 1]. The result has the
     input's dtype, whatever theirs (GateLinear gives float32). ValueError for another width.
+    overlap: how they run beside the routed experts, a function of `cmoe.overlap`.
     """
 
-    def __init__(self, mlp: nn.Module, gate: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        mlp: nn.Module,
+        gate: nn.Module | None = None,
+        *,
+        overlap: Callable[
+            [SharedFunction, Tensor, RoutedFunction], tuple[Tensor, Tensor]
+        ] = in_order,
+    ) -> None:
         super().__init__()
         self.mlp = mlp
         self.gate = gate
+        self.overlap = overlap
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states: [T, S] -> [T, S]."""
@@ -31,3 +44,7 @@ class SharedExperts(PluggableLayer):
                 f"got {tuple(y.shape)}"
             )
         return y.to(hidden_states.dtype)
+
+    def beside(self, x: Tensor, routed: RoutedFunction) -> tuple[Tensor, Tensor]:
+        """(their output [T, S], routed()), ordered by `overlap`; x: [T, S]."""
+        return self.overlap(self, x, routed)

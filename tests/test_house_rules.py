@@ -57,6 +57,7 @@ LEVELS: Mapping[str, int] = {
     "cmoe.context": 2,
     "cmoe.layer_state": 2,
     "cmoe.pluggable": 2,
+    "cmoe.overlap": 2,
     "cmoe.router": 3,
     "cmoe.gate": 3,
     "cmoe.routed_experts": 3,
