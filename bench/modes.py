@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-MODES = ("eager", "compile", "max-autotune", "reduce-overhead", "cudagraph")
-"""`compile` is torch.compile's default mode, `cudagraph` a graph captured by hand."""
+MODES = (
+    "eager",
+    "compile",
+    "max-autotune",
+    "reduce-overhead",
+    "cudagraph",
+    "compile-cudagraph",
+)
+"""`compile` is torch.compile's default mode, `cudagraph` a graph captured by hand of the function
+as it is, `compile-cudagraph` one of the compiled function."""
 
-_NEED_CUDA = ("reduce-overhead", "cudagraph")
+_NEED_CUDA = ("reduce-overhead", "cudagraph", "compile-cudagraph")
 
 
 def left_out(mode: str, *, cuda: bool | None = None) -> str | None:
@@ -29,8 +38,18 @@ def apply(mode: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     if mode == "cudagraph":
         return CapturedGraph(function)
+    if mode == "compile-cudagraph":
+        return CapturedGraph(torch.compile(function, dynamic=False))
     compile_mode = None if mode == "compile" else mode
     return torch.compile(function, mode=compile_mode, dynamic=False)
+
+
+def bind(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[[], Any]:
+    """The call that is left when the arguments lie where the function reads them."""
+    if isinstance(function, CapturedGraph):
+        function.stage(*arguments)
+        return function.replay
+    return functools.partial(function, *arguments)
 
 
 class CapturedGraph:
@@ -43,10 +62,18 @@ class CapturedGraph:
         self._output: Any = None
 
     def __call__(self, *arguments: torch.Tensor) -> Any:
+        self.stage(*arguments)
+        return self.replay()
+
+    def stage(self, *arguments: torch.Tensor) -> None:
+        """Copies the arguments to where the graph reads them; the first ones are captured."""
         if self._graph is None:
             self._capture(*arguments)
         for held, given in zip(self._inputs, arguments, strict=True):
             held.copy_(given)
+
+    def replay(self) -> Any:
+        """The result for what was staged last; the next replay overwrites it."""
         assert self._graph is not None
         self._graph.replay()
         return self._output

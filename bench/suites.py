@@ -62,12 +62,17 @@ CPU_COMPETITORS = (
     Competitor(impl=CONTROL),
 )
 
+CUDA_COMPILED_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 CUDA_COMPETITORS = (
     Competitor(impl="cmoe:auto", mode="cudagraph"),
     Competitor(impl="torch:grouped_mm", mode="cudagraph"),
-    Competitor(impl="transformers:grouped_mm", mode="cudagraph"),
-    Competitor(impl="transformers:batched_mm", mode="cudagraph"),
-    Competitor(impl="transformers:eager"),
+    Competitor(
+        impl="transformers:grouped_mm", mode="compile-cudagraph", tokens=CUDA_COMPILED_TOKENS
+    ),
+    Competitor(impl="transformers:grouped_mm", mode="compile", tokens=CUDA_COMPILED_TOKENS),
+    Competitor(
+        impl="transformers:batched_mm", mode="compile-cudagraph", tokens=CUDA_COMPILED_TOKENS
+    ),
     Competitor(impl=CONTROL),
 )
 
@@ -88,7 +93,7 @@ def suites(*, cuda: bool) -> dict[str, Suite]:
     quick = Suite(
         shapes=headline.shapes,
         tokens=(1, 64, 1024),
-        competitors=tuple(c for c in headline.competitors if c.mode in ("eager", "cudagraph")),
+        competitors=tuple(c for c in headline.competitors if "compile" not in c.mode),
         effort=Effort(min_seconds=0.4, rounds=3),
     )
     return {

@@ -39,7 +39,7 @@ def activate(h: Tensor, activation: str) -> Tensor:
 def naive(shape: Shape, weights: Weights, draw: Draw, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of the layer's output, expert by expert, every step in `dtype`: [rows, H]."""
     ids, scales, x = draw.topk_ids[rows], draw.topk_weights[rows], draw.x[rows].to(dtype)
-    out = torch.zeros(len(rows), shape.hidden_size, dtype=dtype)
+    out = torch.zeros(len(rows), shape.hidden_size, dtype=dtype, device=x.device)
     for expert in ids.unique().tolist():
         row, slot = torch.where(ids == expert)
         h = F.linear(x[row], weights.w13[expert].to(dtype))
@@ -66,8 +66,8 @@ class Reference:
 
     def __init__(self, shape: Shape, weights: Weights, draw: Draw) -> None:
         rows = checked_rows(draw.x.shape[0])
-        self.expected = naive(shape, weights, draw, rows, torch.float32)
-        plain = naive(shape, weights, draw, rows, draw.x.dtype)
+        self.expected = naive(shape, weights, draw, rows, torch.float32).cpu()
+        plain = naive(shape, weights, draw, rows, draw.x.dtype).cpu()
         eps = torch.finfo(draw.x.dtype).eps
         self.allowed = 2 * relative_error(plain, self.expected) + eps
 

@@ -33,7 +33,8 @@ class DenseControl(Peer):
         hidden, dtype = shape.hidden_size, weights.w2.dtype
         up = torch.randn(2 * INTERMEDIATE, hidden, generator=generator).mul_(hidden**-0.5)
         down = torch.randn(hidden, INTERMEDIATE, generator=generator).mul_(INTERMEDIATE**-0.5)
-        up, down = up.to(dtype), down.to(dtype)
+        device = weights.w2.device
+        up, down = up.to(device, dtype), down.to(device, dtype)
 
         def mlp(x: Tensor) -> Tensor:
             gate, value = F.linear(x, up).chunk(2, dim=-1)

@@ -27,13 +27,14 @@ class TorchGroupedMM(Peer):
 
     def load(self, shape: Shape, weights: Weights) -> Loaded:
         w13, w2 = weights.w13.transpose(1, 2), weights.w2.transpose(1, 2)
+        every_id = torch.arange(shape.num_experts, dtype=torch.int32, device=w2.device)
 
         def experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
             tokens, top_k = topk_ids.shape
             ids, order = topk_ids.reshape(-1).sort()
             rows = order // top_k
-            counts = torch.bincount(ids, minlength=shape.num_experts)
-            offsets = counts.cumsum(0).to(torch.int32)
+            # Not bincount: on a GPU the host waits for it, so no graph could be captured.
+            offsets = torch.searchsorted(ids, every_id, right=True, out_int32=True)
             h = F.grouped_mm(x[rows], w13, offs=offsets)
             if weights.w13_bias is not None:
                 h = h + weights.w13_bias[ids]

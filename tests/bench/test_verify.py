@@ -66,6 +66,16 @@ def test_a_right_result_passes_a_wrong_one_does_not() -> None:
     assert reference.fault(other)[1] is not None
 
 
+@pytest.mark.gpu
+def test_a_case_on_a_gpu_is_checked_on_the_host() -> None:
+    weights = make_weights(SHAPES[1], "bf16", seed=0)
+    draw = make_draws(Case(shape=SHAPES[1], tokens=4))[0]
+    there = [type(t)(*(x if x is None else x.cuda() for x in t)) for t in (weights, draw)]
+    reference = Reference(SHAPES[1], *there)
+    good = naive(SHAPES[1], weights, draw, torch.arange(4), torch.bfloat16).float()
+    assert reference.fault(good)[1] is None
+
+
 def test_an_activation_without_a_formula_is_refused() -> None:
     with pytest.raises(ValueError, match="no reference for activation 'relu'"):
         activate(torch.ones(1, 4), "relu")
