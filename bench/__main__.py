@@ -12,9 +12,17 @@ from bench import (
     command_cudagraph,
     command_report,
     command_run,
+    command_tune,
 )
 
-_COMMANDS = (command_run, command_compare, command_cudagraph, command_compile, command_report)
+_COMMANDS = (
+    command_run,
+    command_compare,
+    command_cudagraph,
+    command_compile,
+    command_tune,
+    command_report,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

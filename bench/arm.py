@@ -64,7 +64,7 @@ class TensorStore:
         """The weights, kept until another shape is asked for."""
         if self._weights_key != (shape, dtype, seed):
             self._weights = None
-            self._weights = _to_device(make_weights(shape, dtype, seed=seed))
+            self._weights = to_device(make_weights(shape, dtype, seed=seed))
             self._weights_key = (shape, dtype, seed)
         assert self._weights is not None
         return self._weights
@@ -73,12 +73,13 @@ class TensorStore:
         """The draws; a new case also drops what torch.compile made for the last one."""
         if self._case != case:
             torch._dynamo.reset()
-            self._draws = [_to_device(draw) for draw in make_draws(case)]
+            self._draws = [to_device(draw) for draw in make_draws(case)]
             self._case = case
         return self._draws
 
 
-def _to_device(tensors):  # type: ignore[no-untyped-def]
+def to_device(tensors):  # type: ignore[no-untyped-def]
+    """A bundle of tensors on the GPU, where there is one."""
     if not torch.cuda.is_available():
         return tensors
     return type(tensors)(*(tensor if tensor is None else tensor.cuda() for tensor in tensors))

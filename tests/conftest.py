@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 # Read by libraries when they are imported, hence set before torch is.
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need a network
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a pool costs more than our small graphs take
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by deterministic mode
-if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
-    os.environ["TRITON_INTERPRET"] = "1"  # without a GPU, Triton's kernels run in its interpreter
 
 import pytest
 import torch

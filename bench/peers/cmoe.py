@@ -44,7 +44,6 @@ class CmoeExperts(Peer):
         spec = layer_spec(shape, dtype)
         self.impl = f"cmoe:{choose_backend(spec, self._requested).name}"
         fused_experts = select_kernels(spec, self._requested).fused_experts
-        limit = SWIGLUOAI_LIMIT if shape.activation == "swigluoai" else None
 
         def experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
             return fused_experts(
@@ -56,14 +55,18 @@ class CmoeExperts(Peer):
                 weights.w13_bias,
                 weights.w2_bias,
                 None,
-                shape.activation,
-                SWIGLUOAI_ALPHA,
-                limit,
+                *activation_arguments(shape),
                 False,
                 False,
             )
 
         return Loaded(experts, plain_arguments)
+
+
+def activation_arguments(shape: Shape) -> tuple[str, float, float | None]:
+    """The op's activation, alpha, limit."""
+    limit = SWIGLUOAI_LIMIT if shape.activation == "swigluoai" else None
+    return shape.activation, SWIGLUOAI_ALPHA, limit
 
 
 def layer_spec(shape: Shape, dtype: str) -> Any:

@@ -1,7 +1,23 @@
-"""Triton's kernels, where triton is installed; without a GPU its interpreter runs them."""
+"""Where the tests of Triton kernels run: on a GPU, or in the interpreter.
+
+Triton reads TRITON_INTERPRET when it is imported, so that one process is either the one or the
+other. Without a GPU `test_interpreter.py` runs the tests that ask for `kernel_device` in a process
+of their own.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import pytest
+import torch
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
+from cmoe.environment import triton_is_interpreted
+
+
+@pytest.fixture
+def kernel_device() -> torch.device:
+    """The device that kernels run on in this process; a test that asks for it needs one."""
+    if triton_is_interpreted():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: test_interpreter.py runs this test in Triton's interpreter")
+    return torch.device("cuda")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+
 REPOSITORY = Path(__file__).parents[3]
 # 65,536 registers of a multiprocessor leave 128 to each of 16 warps.
 MOST_REGISTERS = 128

@@ -11,17 +11,24 @@ import torch
 from torch import Tensor
 
 from cmoe.custom_ops.route import SCHEMA, SCORING_FUNCTIONS, route_reference
-from cmoe.custom_ops.triton.route import route
+from cmoe.environment import triton_is_interpreted
 from tests.oracle import naive_route
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytest.importorskip("triton")
+
+from cmoe.custom_ops.triton.route import route
+
+DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 INF, NAN = float("inf"), float("nan")
 # A score is an exponential of a rounded argument of at most 16, then at most a sum, a quotient, a
 # product: some dozens of rounding steps of float32, relative.
 RTOL = 64 * torch.finfo(torch.float32).eps
 
 # The interpreter computes with numpy, which tells of every exp(large) on the way to a sigmoid of 0.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("kernel_device"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
 
 
 def call(
