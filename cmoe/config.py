@@ -45,6 +45,14 @@ class RouterConfig:
     apply_routed_scale_to_output: bool = False
     apply_router_weight_on_input: bool = False
 
+    def scale_on_weights(self) -> float:
+        """The factor that a router multiplies its weights by."""
+        return 1.0 if self.apply_routed_scale_to_output else self.routed_scaling_factor
+
+    def scale_on_output(self) -> float:
+        """The factor that the runner multiplies the experts' sum by."""
+        return self.routed_scaling_factor if self.apply_routed_scale_to_output else 1.0
+
     def __post_init__(self) -> None:
         self._check_types()
         if self.scoring_func not in ("softmax", "sigmoid", "sqrtsoftplus"):

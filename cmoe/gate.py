@@ -37,6 +37,11 @@ class GateLinear(nn.Module):
         gate.weight, gate.bias = weight, bias
         return gate
 
+    def extra_repr(self) -> str:
+        """H, E, whether there is a bias."""
+        num_experts, hidden = self.weight.shape
+        return f"hidden_size={hidden}, num_experts={num_experts}, bias={self.bias is not None}"
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states: [T, H] -> logits [T, E], float32 (float64 for float64)."""
         wide = torch.promote_types(hidden_states.dtype, torch.float32)

@@ -65,11 +65,7 @@ class MoERunner(MoERunnerInterface):
         self.shared_experts = shared_experts
         self.input_transform = input_transform
         self.output_transform = output_transform
-        self.routed_scale = (
-            config.router.routed_scaling_factor
-            if config.router.apply_routed_scale_to_output
-            else 1.0
-        )
+        self.routed_scale = config.router.scale_on_output()
         self.router.use_kernels(routed_experts.kernels)
 
     def forward(

@@ -351,3 +351,10 @@ def test_groups_that_are_null(name: str) -> None:
 def test_one_group() -> None:
     config = MoEConfig.from_hf({**DEEPSEEK, "n_group": 1, "topk_group": 1})
     assert (config.router.num_expert_group, config.router.topk_group) == (1, 1)
+
+
+@pytest.mark.parametrize("on_output", [False, True])
+def test_the_routed_scale_acts_in_one_place(on_output: bool) -> None:
+    router = RouterConfig(routed_scaling_factor=2.5, apply_routed_scale_to_output=on_output)
+    scales = (router.scale_on_weights(), router.scale_on_output())
+    assert scales == ((1.0, 2.5) if on_output else (2.5, 1.0))

@@ -71,3 +71,7 @@ def test_a_gate_runs_on_the_meta_device() -> None:
     """Autocast knows no meta device and says so with an error."""
     gate = cmoe.GateLinear(HIDDEN, NUM_EXPERTS).to("meta")
     assert gate(torch.empty(3, HIDDEN, device="meta")).shape == (3, NUM_EXPERTS)
+
+
+def test_a_printed_model_shows_the_sizes() -> None:
+    assert repr(cmoe.GateLinear(16, 5)) == "GateLinear(hidden_size=16, num_experts=5, bias=False)"

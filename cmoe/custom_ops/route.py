@@ -57,7 +57,7 @@ def route_reference(
     choice = x if bias is None else _cleaned(scores + bias)
     if num_expert_group > 1:
         choice = _keep_best_groups(choice, num_expert_group, topk_group, 1 if bias is None else 2)
-    ids = _first_largest(choice, top_k)
+    ids = first_largest(choice, top_k)
     weights = scores.gather(1, ids)
     if softmax_after_topk:
         weights = weights.softmax(-1)
@@ -88,7 +88,7 @@ def sqrt_softplus(x: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, y, 1).sqrt(), 0)
 
 
-def _first_largest(x: Tensor, count: int) -> Tensor:
+def first_largest(x: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest of each row, the lower index first among equals."""
     return x.detach().sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
@@ -100,7 +100,7 @@ def _keep_best_groups(choice: Tensor, num_group: int, topk_group: int, best: int
     grouped = choice.view(num_tokens, num_group, size)
     marks = grouped.topk(min(best, size), dim=-1).values.sum(-1)
     kept = torch.zeros_like(marks, dtype=torch.bool)
-    kept = kept.scatter(1, _first_largest(marks, topk_group), True)
+    kept = kept.scatter(1, first_largest(marks, topk_group), True)
     return grouped.masked_fill(~kept[..., None], float("-inf")).view(num_tokens, num_experts)
 
 

@@ -31,11 +31,7 @@ class CustomRouter(FusedMoERouter):
         self.renormalize = config.router.renormalize
         self.num_logits = config.num_experts
         self.function = function
-        self.scaling = (
-            1.0
-            if config.router.apply_routed_scale_to_output
-            else config.router.routed_scaling_factor
-        )
+        self.scaling = config.router.scale_on_weights()
 
     def forward(self, inputs: RouterInputs) -> Routing:
         """The function's answer, its shapes checked."""

@@ -37,9 +37,7 @@ class HashRouter(FusedMoERouter):
         if not table.is_meta:
             self._check_ids(table)
         self.renormalize = config.router.renormalize
-        self.scaling = config.router.routed_scaling_factor
-        if config.router.apply_routed_scale_to_output:
-            self.scaling = 1.0
+        self.scaling = config.router.scale_on_weights()
         self.register_buffer("hash_indices_table", table.to(torch.int32))
 
     def checkpoint_slots(self) -> tuple[RouterSlot, ...]:
@@ -55,12 +53,26 @@ class HashRouter(FusedMoERouter):
                     f"the hash table's ids must be in [0, {self.num_logits}); got {low} to {high}"
                 )
 
+    def _check_input_ids(self, input_ids: Tensor) -> None:
+        """An index below zero would read the table from its end."""
+        vocabulary = self.hash_indices_table.shape[0]
+        if input_ids.device.type != "cpu" or torch.compiler.is_compiling():
+            in_range = ((input_ids >= 0) & (input_ids < vocabulary)).all()
+            torch._assert_async(in_range, f"input_ids must be in [0, {vocabulary})")
+        elif input_ids.numel() and (input_ids.min() < 0 or input_ids.max() >= vocabulary):
+            raise ValueError(
+                f"input_ids must be in [0, {vocabulary}); "
+                f"got {input_ids.min()} to {input_ids.max()}"
+            )
+
     def forward(self, inputs: RouterInputs) -> Routing:
-        """router_logits: [T, E]; input_ids: [T]."""
-        logits = inputs.router_logits
+        """router_logits: [T, E]; input_ids: [T] in [0, V), ValueError for others."""
+        logits, input_ids = inputs.router_logits, inputs.input_ids
         assert logits is not None
+        assert input_ids is not None
+        self._check_input_ids(input_ids)
         wide = torch.promote_types(logits.dtype, torch.float32)
-        ids = self.hash_indices_table[inputs.input_ids]
+        ids = self.hash_indices_table[input_ids]
         scores = sqrt_softplus(torch.nan_to_num(logits.to(wide), nan=torch.finfo(wide).min))
         weights = scores.gather(1, ids.long())
         if self.renormalize:

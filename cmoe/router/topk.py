@@ -47,7 +47,6 @@ class TopKRouter(FusedMoERouter):
     def forward(self, inputs: RouterInputs) -> Routing:
         """router_logits: [T, E], any float dtype."""
         config = self.config
-        scaling = 1.0 if config.apply_routed_scale_to_output else config.routed_scaling_factor
         weights, ids = self._route(
             inputs.router_logits,
             self.e_score_correction_bias,
@@ -57,9 +56,20 @@ class TopKRouter(FusedMoERouter):
             config.renormalize,
             config.num_expert_group,
             config.topk_group,
-            scaling,
+            config.scale_on_weights(),
         )
         return Routing(weights, ids)
+
+    def extra_repr(self) -> str:
+        """K, the formula."""
+        config = self.config
+        groups = f", best {config.topk_group} of {config.num_expert_group} groups"
+        return (
+            f"top_k={self.top_k}, {config.scoring_func}"
+            f"{' after top-k' if config.softmax_after_topk else ''}"
+            f"{', renormalized' if config.renormalize else ''}"
+            f"{groups if config.num_expert_group > 1 else ''}"
+        )
 
     def correction_bias(self) -> Tensor | None:
         """e_score_correction_bias."""

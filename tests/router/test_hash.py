@@ -103,3 +103,14 @@ def test_a_bad_table_in_a_checkpoint_is_not_written(table: torch.Tensor, message
 def test_a_bad_table(table: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         router_of(table)
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+def test_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
+    inputs = RouterInputs(torch.randn(2, 16), torch.randn(2, 5), input_ids=torch.tensor([0, bad]))
+    low, high = sorted((0, bad))
+    with pytest.raises(ValueError, match=rf"input_ids must be in \[0, 4\); got {low} to {high}"):
+        router_of()(inputs)
+    compiled = torch.compile(router_of(), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"input_ids must be in \[0, 4\)"):
+        compiled(inputs)

@@ -155,3 +155,18 @@ def test_the_backends_kernel_is_used_until_a_copy_is_made() -> None:
     # A copy may live elsewhere: it has the reference until its runner hands it other kernels.
     assert routed(copy.deepcopy(router), logits).topk_ids.tolist() == [[7, 6]]
     assert routed(router, logits).topk_weights.tolist() == [[5.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("router", "text"),
+    [
+        (RouterConfig(), "TopKRouter(top_k=2, softmax, renormalized)"),
+        (
+            RouterConfig(softmax_after_topk=True, renormalize=False),
+            "TopKRouter(top_k=2, softmax after top-k)",
+        ),
+        (DEEPSEEK, "TopKRouter(top_k=2, sigmoid, renormalized, best 2 of 4 groups)"),
+    ],
+)
+def test_a_printed_model_shows_the_formula(router: RouterConfig, text: str) -> None:
+    assert repr(router_of(router)) == text
