@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.integrations.transformers.tiny_models import fill
@@ -32,7 +32,11 @@ def found() -> Iterator[str]:
             yield path.parent.name
 
 
-ARCHITECTURES = tuple(found())
+# Models beside the main one of their architecture: its folder, their class.
+OTHER_MODELS: Mapping[str, tuple[str, str]] = {
+    "qwen3_omni_moe_talker": ("qwen3_omni_moe", "Qwen3OmniMoeTalkerModel"),
+}
+ARCHITECTURES = (*found(), *OTHER_MODELS)
 
 # What configs call the sizes; each config takes those that it has.
 SIZES: Mapping[str, Any] = {
@@ -124,6 +128,7 @@ OTHERWISE: Mapping[str, Mapping[str, Any]] = {
         "indexer_compress_ratio": 2,
         **_FULL_ATTENTION,
     },
+    "qwen3_omni_moe_talker": {"shared_expert_intermediate_size": 9},
     "unlimited_ocr": {"topk_method": "group_limited_greedy"},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -136,6 +141,9 @@ def modeling(architecture: str) -> Any:
 
 def model_class(architecture: str) -> type[PreTrainedModel]:
     """The class of the language model: with a head where there is one, else without."""
+    if architecture in OTHER_MODELS:
+        folder, name = OTHER_MODELS[architecture]
+        return getattr(modeling(folder), name)
     classes = [
         cls
         for cls in vars(modeling(architecture)).values()
@@ -159,8 +167,18 @@ def tiny(architecture: str, **others: Any) -> PreTrainedModel:
     return model
 
 
-@torch.no_grad()
-def output(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+def inputs_of(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+    """The arguments that stand for the tokens."""
+    if isinstance(model, modeling("qwen3_omni_moe").Qwen3OmniMoeTalkerModel):
+        return {"inputs_embeds": model.get_input_embeddings()(ids)}
+    return {"input_ids": ids}
+
+
+def result_of(output: Any) -> Tensor:
+    """Logits, or the last hidden states, of what a model returns."""
+    return output.logits if "logits" in output else output.last_hidden_state
+
+
+def output(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Its logits, of a model without a head the last hidden states."""
-    result = model(ids)
-    return result.logits if "logits" in result else result.last_hidden_state
+    return result_of(model(**inputs_of(model, ids)))
