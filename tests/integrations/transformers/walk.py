@@ -74,10 +74,9 @@ def logits_error(architecture: str, way: str, *, compiled: bool = False) -> floa
 
 
 def experts_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """What cmoe computes in a model: its runners, its modules of transformers' experts interface."""
-    return tuple(
-        m for m in model.modules() if isinstance(m, MoERunner) or hasattr(m, "_apply_gate")
-    )
+    """What cmoe computes in a model: runners, modules of transformers' experts interface."""
+    every = model.modules()
+    return tuple(m for m in every if isinstance(m, MoERunner) or hasattr(m, "_apply_gate"))
 
 
 def gradients(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
