@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cmoe.checkpoint.folder import open_checkpoint
-from cmoe.checkpoint.load import load_model
-from cmoe.integrations.transformers import replace_moe
+from cmoe.integrations.transformers import from_pretrained
 
 
 def load_transformers(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -20,26 +17,5 @@ def load_transformers(folder: Path, dtype: torch.dtype, device: torch.device) ->
 
 
 def load_cmoe(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """transformers' model with cmoe's blocks; every weight is read by cmoe.checkpoint.
-
-    The model is built without values: memory that nobody has written to costs nothing yet.
-    """
-    config = AutoConfig.from_pretrained(folder)
-    with no_init_weights(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _widen(model, dtype)
-    replace_moe(model)
-    load_model(
-        model,
-        open_checkpoint(folder),
-        ignore=tuple(model._keys_to_ignore_on_load_unexpected or ()),
-    )
-    return model.eval()
-
-
-def _widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Keeps in float32 what from_pretrained keeps in float32."""
-    for part, wide in model._get_dtype_plan(dtype).items():
-        for name, parameter in model.named_parameters():
-            if part in name:
-                parameter.data = parameter.data.to(wide)
+    """transformers' model with cmoe's blocks."""
+    return from_pretrained(folder, dtype=dtype, device=device)
