@@ -93,6 +93,9 @@ EXCEPTIONS: Mapping[str, str] = {
     "cmoe/context.py: _BY_TOKEN is": "registry of the layers by token, weak",
     "cmoe/pluggable.py: _NAMED is": "registry of the replaceable classes",
     "cmoe/pluggable.py: _REPLACEMENTS is": "registry of what stands in their place",
+    "cmoe/custom_ops/triton/backend.py: imports cmoe.custom_ops.triton.": (
+        "triton is optional, its import takes long"
+    ),
     "cmoe/custom_ops/backends.py: _REGISTERED is": "registry of backends from outside",
     "cmoe/custom_ops/registration.py: _LIBRARIES is": "registrations of ops live as long as they",
 }

@@ -79,7 +79,7 @@ class ReferenceBackend(Backend):
 
 
 _LAST = ReferenceBackend()
-_BUILT_IN: tuple[str, ...] = ("cpu",)
+_BUILT_IN: tuple[str, ...] = ("cpu", "triton")
 _REGISTERED: list[Backend] = []
 
 

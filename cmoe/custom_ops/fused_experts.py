@@ -50,8 +50,8 @@ def fused_experts_reference(
     for float64), one rounding at the end. Raises ValueError for shapes that do not fit, ids outside
     [-1, P). Plain traceable torch, differentiable in x, weights, biases, topk_weights.
     """
-    _check_weights(x, w13, w2, w13_bias, w2_bias, activation)
-    _check_routing(x, topk_weights, topk_ids, expert_map, apply_router_weight_on_input)
+    check_weights(x, w13, w2, w13_bias, w2_bias, activation)
+    check_routing(x, topk_weights, topk_ids, expert_map, apply_router_weight_on_input)
     num_rows_of_ids = w13.shape[0] if expert_map is None else expert_map.shape[0]
     _check_ids(topk_ids, num_rows_of_ids)
     num_tokens, top_k = topk_ids.shape
@@ -86,7 +86,7 @@ def fused_experts_reference(
     return y[slots].view(num_tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
 
 
-def _check_weights(
+def check_weights(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
@@ -94,6 +94,7 @@ def _check_weights(
     w2_bias: Tensor | None,
     activation: str,
 ) -> None:
+    """Raises ValueError unless weights, biases fit x and one another."""
     gated = Activation(name=activation).is_gated()
     if x.dim() != 2 or w13.dim() != 3 or w2.dim() != 3:
         raise ValueError(
@@ -119,13 +120,14 @@ def _check_weights(
             raise ValueError(f"{name} must be {shape}; got {tuple(bias.shape)}")
 
 
-def _check_routing(
+def check_routing(
     x: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     expert_map: Tensor | None,
     apply_router_weight_on_input: bool,
 ) -> None:
+    """Raises ValueError unless the routing has a row for each row of x; ids are not looked at."""
     if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"topk_ids must be [T, K] with a row for each row of x {tuple(x.shape)}; "

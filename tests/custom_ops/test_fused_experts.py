@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,111 +11,31 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from cmoe.activation import ACTIVATIONS
 from cmoe.custom_ops.fused_experts import fused_experts, fused_experts_reference
-from tests.oracle import GATED, assert_within_budget, naive_activation, naive_experts
+from tests.custom_ops.cases import (
+    EXPERTS_ELSEWHERE,
+    IDS_OF_EIGHT,
+    ROUTINGS,
+    H,
+    I,
+    Problem,
+    cases,
+    check,
+    problem,
+    strided,
+)
+from tests.oracle import GATED, naive_activation
 
-H, I = 7, 5  # noqa: E741 - the names of the shape vocabulary
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "implementation", [fused_experts, fused_experts_reference], ids=["op", "reference"]
 )
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The arguments of one call, in the order of the op's schema."""
-
-    x: Tensor
-    w13: Tensor
-    w2: Tensor
-    topk_weights: Tensor
-    topk_ids: Tensor
-    w13_bias: Tensor | None = None
-    w2_bias: Tensor | None = None
-    expert_map: Tensor | None = None
-    activation: str = "silu"
-    alpha: float = 1.0
-    limit: float | None = None
-    interleaved: bool = False
-    apply_router_weight_on_input: bool = False
-
-    def arguments(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
-
-    def but(self, **changes: Any) -> Problem:
-        return dataclasses.replace(self, **changes)
-
-
-def problem(
-    num_tokens: int = 9,
-    num_experts: int = 5,
-    top_k: int = 2,
-    *,
-    dtype: torch.dtype = torch.float32,
-    activation: str = "silu",
-    bias: bool = True,
-) -> Problem:
-    """Values whose products are of order one; every weight and bias takes part."""
-    rows = (2 if activation in GATED else 1) * I
-    ids = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].to(torch.int32)
-    return Problem(
-        x=torch.randn(num_tokens, H).to(dtype),
-        w13=torch.randn(num_experts, rows, H).to(dtype),
-        w2=torch.randn(num_experts, H, I).to(dtype),
-        topk_weights=torch.rand(num_tokens, top_k) + 0.1,
-        topk_ids=ids,
-        w13_bias=torch.randn(num_experts, rows).to(dtype) if bias else None,
-        w2_bias=torch.randn(num_experts, H).to(dtype) if bias else None,
-        activation=activation,
-        alpha=1.702,
-    )
-
-
-def check(implementation: Callable[..., Tensor], p: Problem) -> Tensor:
-    """Runs the problem; the result must be within the budget around the oracle's."""
-    before = [a.clone() if isinstance(a, Tensor) else a for a in p.arguments()]
-    y = implementation(*p.arguments())
-    exact = naive_experts(*p.arguments())
-    assert y.dtype == p.x.dtype
-    assert y.is_contiguous()
-    if y.dtype == torch.float64:
-        # Sums of a few dozen terms in another order: some hundred steps of 2e-16, far below any
-        # wrong formula.
-        torch.testing.assert_close(y, exact, rtol=1e-13, atol=1e-13)
-    else:
-        assert_within_budget(y, exact, naive_experts(*p.arguments(), dtype=y.dtype))
-    for argument, former in zip(p.arguments(), before, strict=True):
-        if isinstance(argument, Tensor):
-            assert torch.equal(argument, former), "an input was changed"
-    return y
+CASES = cases((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [0, 1, 7, 33])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(7, 1), (5, 2), (3, 3)])
-def test_against_the_oracle(
-    implementation: Callable[..., Tensor],
-    dtype: torch.dtype,
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
-) -> None:
-    check(implementation, problem(num_tokens, num_experts, top_k, dtype=dtype))
-
-
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("limit", [None, 0.7])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(
-    implementation: Callable[..., Tensor],
-    activation: str,
-    limit: float | None,
-    dtype: torch.dtype,
-) -> None:
-    check(implementation, problem(activation=activation, dtype=dtype).but(limit=limit))
+@pytest.mark.parametrize("case", CASES)
+def test_against_the_oracle(implementation: Callable[..., Tensor], case: str) -> None:
+    check(implementation, CASES[case]())
 
 
 @IMPLEMENTATIONS
@@ -127,17 +46,6 @@ def test_interleaved_rows(implementation: Callable[..., Tensor], activation: str
     order = [*range(0, 2 * I, 2), *range(1, 2 * I, 2)]
     halves = implementation(*p.but(w13=p.w13[:, order], w13_bias=p.w13_bias[:, order]).arguments())
     torch.testing.assert_close(y, halves)
-
-
-ROUTINGS = {
-    "experts with nothing": [[1, 3], [3, 1], [1, 3]],
-    "one expert gets everything": [[2, 2], [2, 2], [2, 2]],
-    "the last expert alone": [[4, -1], [4, -1], [4, -1]],
-    "a skipped slot": [[-1, 0], [4, -1], [2, 3]],
-    "a skipped row": [[-1, -1], [4, 0], [-1, -1]],
-    "nothing at all": [[-1, -1], [-1, -1], [-1, -1]],
-    "an expert twice in a row": [[3, 3], [0, 0], [1, 3]],
-}
 
 
 @IMPLEMENTATIONS
@@ -155,14 +63,8 @@ def test_routings(
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_expert_map_with_holes(implementation: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    # Eight ids in the model, three rows here, out of order.
-    p = problem(num_experts=3).but(
-        topk_ids=torch.tensor(
-            [[0, 1], [2, 7], [3, 4], [6, 5], [-1, 1], [-1, 0], [7, 7]], dtype=dtype
-        ),
-        x=torch.randn(7, H),
-        topk_weights=torch.rand(7, 2),
-        expert_map=torch.tensor([-1, 2, -1, -1, -1, 0, -1, 1], dtype=torch.int32),
+    p = problem(7, 3).but(
+        topk_ids=torch.tensor(IDS_OF_EIGHT, dtype=dtype), expert_map=EXPERTS_ELSEWHERE
     )
     y = check(implementation, p)
     assert (y[[2, 5]] == 0).all()
@@ -176,29 +78,6 @@ def test_router_weight_on_input(implementation: Callable[..., Tensor], dtype: to
     p.topk_ids[3] = -1
     y = check(implementation, p.but(apply_router_weight_on_input=True))
     assert not torch.allclose(y, implementation(*p.arguments()), rtol=0.1)
-
-
-def strided(tensor: Tensor) -> Tensor:
-    """The same values, transposed in memory."""
-    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("name", ["x", "w13", "w2", "topk_weights", "topk_ids"])
-def test_strided_operands(implementation: Callable[..., Tensor], name: str) -> None:
-    p = problem()
-    view = strided(getattr(p, name))
-    assert not view.is_contiguous()
-    check(implementation, p.but(**{name: view}))
-
-
-@IMPLEMENTATIONS
-def test_operands_inside_larger_memory(implementation: Callable[..., Tensor]) -> None:
-    p = problem()
-    wide = torch.full((9, 3 * H), torch.nan)
-    wide[:, 1 : 1 + H] = p.x
-    check(implementation, p.but(x=wide[:, 1 : 1 + H]))
-    check(implementation, p.but(x=p.x[:1].expand(9, H)))
 
 
 @IMPLEMENTATIONS

@@ -42,12 +42,15 @@ class Device:
     """What a choice needs to know of a device.
 
     name: as torch prints it. shared_bytes: the shared memory (LDS) that one program can have.
-    is_hip: an AMD device, where the stage that is being loaded waits in registers.
+    is_hip: an AMD device, where the stage that is being loaded waits in registers. wide_tiles: its
+    tensor cores read both operands from shared memory (Hopper, B200), which leaves the registers to
+    the sums.
     """
 
     name: str
     shared_bytes: int
     is_hip: bool = False
+    wide_tiles: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +151,7 @@ def parameters_for(device: Device, shape: Shape, bucket: int) -> Parameters:
     The user's file is read once in a process. Raises ValueError for a file that cannot be read.
     """
     rows = user_table().get(device.name, {}).get(str(shape), {})
-    chosen = rows.get(bucket) or default_parameters(shape, bucket)
+    chosen = rows.get(bucket) or default_parameters(device, shape, bucket)
     return fitted(chosen, device, shape)
 
 
@@ -159,7 +162,7 @@ def user_table() -> Table:
     return read_file(path) if path.exists() else {}
 
 
-def default_parameters(shape: Shape, bucket: int) -> Parameters:
+def default_parameters(device: Device, shape: Shape, bucket: int) -> Parameters:
     """The rule for a shape that nobody has tuned.
 
     A tile takes as many rows as an expert gets when routing is even, so that an expert's weights
@@ -178,7 +181,14 @@ def default_parameters(shape: Shape, bucket: int) -> Parameters:
     if shape.element_bytes() == 4:  # full precision has no tensor cores: sums live in registers
         tile = Tile(block_n=32, block_k=32, num_warps=4, num_stages=2)
         return Parameters(block_m=min(max(block_m, 16), 32), group_m=4, gate_up=tile, down=tile)
-    return _DEFAULTS[min(max(block_m, 16), 128)]
+    chosen = _DEFAULTS[min(max(block_m, 16), 128)]
+    if device.wide_tiles or chosen.block_m < 128:
+        return chosen
+    return dataclasses.replace(chosen, gate_up=_halved(chosen.gate_up), down=_halved(chosen.down))
+
+
+def _halved(tile: Tile) -> Tile:
+    return dataclasses.replace(tile, block_n=tile.block_n // 2)
 
 
 _DEFAULTS: Mapping[int, Parameters] = {
@@ -215,15 +225,15 @@ def candidates(device: Device, shape: Shape, bucket: int) -> tuple[Parameters, .
     Both projections vary together, since the layer's time is the sum of theirs; the rows of a tile
     vary around the default.
     """
-    default = fitted(default_parameters(shape, bucket), device, shape)
+    default = fitted(default_parameters(device, shape, bucket), device, shape)
     found = {default: None}
-    for parameters in _neighbours(shape, bucket):
+    for parameters in _neighbours(device, shape, bucket):
         found.setdefault(fitted(parameters, device, shape))
     return tuple(found)
 
 
-def _neighbours(shape: Shape, bucket: int) -> Iterator[Parameters]:
-    default = default_parameters(shape, bucket)
+def _neighbours(device: Device, shape: Shape, bucket: int) -> Iterator[Parameters]:
+    default = default_parameters(device, shape, bucket)
     if bucket <= 8:
         for block_n, block_k, num_warps in ((4, 512, 4), (8, 512, 8), (16, 128, 4), (16, 256, 8)):
             for num_stages in (1, 3):

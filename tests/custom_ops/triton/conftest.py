@@ -12,6 +12,18 @@ import torch
 
 from cmoe.environment import triton_is_interpreted
 
+INTERPRETER_WARNINGS = (
+    "ignore:.* encountered in:RuntimeWarning",  # numpy met an infinity, a NaN
+    "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # Triton 3.6, numpy 2.3
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and "kernel_device" in item.fixturenames:
+            for warning in INTERPRETER_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))
+
 
 @pytest.fixture
 def kernel_device() -> torch.device:

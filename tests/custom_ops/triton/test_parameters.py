@@ -30,7 +30,7 @@ QWEN3 = Shape(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768,
 MIXTRAL = Shape(num_experts=8, top_k=2, hidden_size=4096, intermediate_size=14336, dtype="bfloat16")
 TINY = Shape(num_experts=7, top_k=2, hidden_size=5, intermediate_size=3, dtype="float32")
 SHAPES = (QWEN3, MIXTRAL, TINY, dataclasses.replace(QWEN3, dtype="float32", is_gated=False))
-HOPPER = Device(name="NVIDIA H200", shared_bytes=232448)
+HOPPER = Device(name="NVIDIA H200", shared_bytes=232448, wide_tiles=True)
 AMPERE = Device(name="NVIDIA A100", shared_bytes=166912)
 GEFORCE = Device(name="NVIDIA GeForce RTX 4090", shared_bytes=101376)
 INSTINCT = Device(name="AMD Instinct MI300X", shared_bytes=65536, is_hip=True)
@@ -89,14 +89,14 @@ def test_candidates_are_few_and_start_with_the_default(shape: Shape) -> None:
 
 
 def test_rows_go_alone_where_tokens_are_few_and_experts_many() -> None:
-    alone = [b for b in buckets() if default_parameters(QWEN3, b).block_m == ROWS_ALONE]
+    alone = [b for b in buckets() if default_parameters(HOPPER, QWEN3, b).block_m == ROWS_ALONE]
     assert alone == [1, 2, 4, 8]
-    alone = [b for b in buckets() if default_parameters(MIXTRAL, b).block_m == ROWS_ALONE]
+    alone = [b for b in buckets() if default_parameters(HOPPER, MIXTRAL, b).block_m == ROWS_ALONE]
     assert alone == [1, 2, 4]
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
-    rows = [default_parameters(QWEN3, bucket).block_m for bucket in buckets()]
+    rows = [default_parameters(HOPPER, QWEN3, bucket).block_m for bucket in buckets()]
     assert rows == sorted(rows)
     assert rows[-1] == 128
 
@@ -124,7 +124,7 @@ def test_the_users_rows_hold_for_their_device_shape_bucket(users_file: Path) -> 
     assert parameters_for(HOPPER, QWEN3, 64) == ROW
     for device, shape, bucket in ((AMPERE, QWEN3, 64), (HOPPER, MIXTRAL, 64), (HOPPER, QWEN3, 32)):
         assert parameters_for(device, shape, bucket) == parameters.fitted(
-            default_parameters(shape, bucket), device, shape
+            default_parameters(device, shape, bucket), device, shape
         )
 
 

@@ -1,0 +1,145 @@
+"""Each kernel, with each default row of parameters, compiled without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cmoe.custom_ops.triton.parameters import (
+    Device,
+    Parameters,
+    Shape,
+    buckets,
+    default_parameters,
+    fitted,
+)
+from cmoe.environment import triton_is_interpreted
+
+pytest.importorskip("triton")
+
+from cmoe.custom_ops.triton.fused_experts import Call, fused_experts_with
+from tests.custom_ops.triton.aot import Launch, launches_of, resources_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter compiles nothing"),
+]
+DEVICES = {
+    "cuda:80": Device(name="A100", shared_bytes=166912),
+    "cuda:90": Device(name="H200", shared_bytes=232448, wide_tiles=True),
+    "hip:gfx942": Device(name="MI300X", shared_bytes=65536, is_hip=True),
+}
+"""Shared memory of a program as CUDA's programming guide has it, the LDS of CDNA 3."""
+
+ON_EACH_TARGET = pytest.mark.parametrize("target", DEVICES)
+
+QWEN3 = Shape(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768, dtype="bfloat16")
+MIXTRAL = Shape(num_experts=8, top_k=2, hidden_size=4096, intermediate_size=14336, dtype="bfloat16")
+FULL_PRECISION = Shape(
+    num_experts=16, top_k=4, hidden_size=256, intermediate_size=128, dtype="float32"
+)
+
+
+def meta_call(
+    shape: Shape, num_tokens: int, *, activation: str = "silu", bias: bool = False
+) -> Call:
+    """A call of that shape on tensors without memory."""
+    dtype = getattr(torch, shape.dtype)
+    e, k, h, i = shape.num_experts, shape.top_k, shape.hidden_size, shape.intermediate_size
+    rows = (1 + shape.is_gated) * i
+
+    def meta(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    return Call(
+        x=meta(num_tokens, h),
+        w13=meta(e, rows, h),
+        w2=meta(e, h, i),
+        topk_weights=meta(num_tokens, k, dtype=torch.float32),
+        topk_ids=meta(num_tokens, k, dtype=torch.int32),
+        w13_bias=meta(e, rows) if bias else None,
+        w2_bias=meta(e, h) if bias else None,
+        expert_map=None,
+        activation=activation,
+        alpha=1.702,
+        limit=7.0 if bias else None,
+        interleaved=False,
+        weight_on_input=False,
+    )
+
+
+def launches(parameters: Parameters, call: Call, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Of one call with given parameters."""
+    return launches_of(lambda: fused_experts_with(parameters, call), monkeypatch)
+
+
+def default_rows(device: Device, shape: Shape) -> dict[Parameters, int]:
+    """Each different default row with the largest bucket that has it."""
+    return {
+        fitted(default_parameters(device, shape, bucket), device, shape): bucket
+        for bucket in buckets()
+    }
+
+
+@ON_EACH_TARGET
+@pytest.mark.parametrize("shape", [QWEN3, MIXTRAL, FULL_PRECISION], ids=str)
+def test_default_rows_fit_without_spills(
+    target: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = DEVICES[target]
+    for parameters, bucket in default_rows(device, shape).items():
+        call = meta_call(shape, bucket)
+        for launch in launches(parameters, call, monkeypatch):
+            taken = resources_of(launch.compile_for(target))
+            where = f"{launch.kernel.__name__} for {bucket} tokens with {parameters}"
+            assert 0 < taken.registers <= 256, where
+            assert taken.spilled_bytes == 0, where
+            assert taken.shared_bytes <= device.shared_bytes, where
+
+
+@ON_EACH_TARGET
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_every_option_compiles(
+    target: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases, clamps, strides, maps, sizes that no block divides."""
+    device = DEVICES[target]
+    shape = Shape(num_experts=13, top_k=3, hidden_size=99, intermediate_size=41, dtype="float16")
+    gated = meta_call(shape, num_tokens, activation="swigluoai", bias=True)
+    turned = gated.w13.new_empty((13, 99, 82)).mT
+    calls = [
+        gated._replace(interleaved=True, w13=turned),
+        gated._replace(expert_map=gated.topk_ids.new_empty((40,)), topk_ids=gated.topk_ids.long()),
+        gated._replace(
+            topk_ids=gated.topk_ids[:, :1],
+            topk_weights=gated.topk_weights[:, :1],
+            weight_on_input=True,
+        ),
+        gated._replace(w13=gated.w13[:, :41], w13_bias=None, activation="gelu_no_mul"),
+    ]
+    for call in calls:
+        row = fitted(default_parameters(device, call.shape(), num_tokens), device, call.shape())
+        recorded = launches(row, call, monkeypatch)
+        names = [launch.compile_for(target).name for launch in recorded]
+        assert names in (
+            ["gate_up_alone", "down_alone"],
+            ["count_rows", "place_rows", "gate_up", "down", "combine"],
+        )
+
+
+@pytest.mark.parametrize("target", ["cuda:80", "cuda:90"])
+def test_loads_are_copied_ahead_in_large_pieces(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the speed rests on: 16-byte loads, asynchronous copies, the device's tensor cores."""
+    device = DEVICES[target]
+    for num_tokens in (1, 4096):
+        call = meta_call(QWEN3, num_tokens)
+        row = fitted(default_parameters(device, QWEN3, num_tokens), device, QWEN3)
+        for launch in launches(row, call, monkeypatch):
+            name, ptx = launch.kernel.__name__, launch.compile_for(target).asm["ptx"]
+            if name in ("gate_up_alone", "down_alone"):
+                assert "ld.global.v4" in ptx, name
+            if name in ("gate_up", "down"):
+                assert "cp.async.cg.shared.global" in ptx, name
+                assert ("wgmma.mma_async" if device.wide_tiles else "mma.sync") in ptx, name

@@ -1,0 +1,302 @@
+"""The Triton experts against the naive loop in fp64, by each of their paths."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cmoe.activation import ACTIVATIONS
+from cmoe.custom_ops.fused_experts import SCHEMA
+from cmoe.custom_ops.triton.parameters import ROWS_ALONE, Device, Parameters, Tile
+from tests.custom_ops.cases import H, I, Problem, cases, check, inside_nan, problem, strided
+from tests.oracle import GATED, naive_experts
+
+pytest.importorskip("triton")
+
+from cmoe.custom_ops.triton.fused_experts import (
+    Call,
+    device_of,
+    fused_experts,
+    fused_experts_with,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CASES = cases(DTYPES)
+
+# Blocks smaller than the problems, so that every loop goes round, every mask masks.
+ALONE = Tile(block_n=4, block_k=4, num_warps=1, num_stages=1)
+SORTED = Tile(block_n=16, block_k=16, num_warps=1, num_stages=2)
+PATHS = {
+    "alone": Parameters(block_m=ROWS_ALONE, group_m=1, gate_up=ALONE, down=ALONE),
+    "sorted": Parameters(block_m=16, group_m=2, gate_up=SORTED, down=SORTED),
+}
+BOTH_PATHS = pytest.mark.parametrize("path", PATHS)
+Run = Callable[..., Tensor]
+
+
+def run_on(device: torch.device, parameters: Parameters | None = None) -> Run:
+    """The op, or the op with given parameters, with operands that move to the device and back."""
+
+    def run(*arguments: Any) -> Tensor:
+        moved = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
+        if parameters is None:
+            return fused_experts(*moved).to(arguments[0].device)
+        return fused_experts_with(parameters, Call(*moved)).to(arguments[0].device)
+
+    return run
+
+
+def test_the_schema_is_that_of_every_backend() -> None:
+    assert str(fused_experts._schema) == f"cmoe_triton::fused_experts{SCHEMA}"
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("case", CASES)
+def test_against_the_oracle(kernel_device: torch.device, path: str, case: str) -> None:
+    p = CASES[case]()
+    if path == "alone" and p.x.shape[0] > 9:
+        pytest.skip("the path for few tokens")
+    check(run_on(kernel_device, PATHS[path]), p)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 9, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_the_default_parameters(
+    kernel_device: torch.device, dtype: torch.dtype, num_tokens: int
+) -> None:
+    check(run_on(kernel_device), problem(num_tokens, 7, dtype=dtype))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_shapes(kernel_device: torch.device, seed: int) -> None:
+    choose = random.Random(seed)
+    num_experts = choose.choice([1, 2, 3, 5, 13, 67])
+    top_k = choose.randint(1, min(num_experts, 11))
+    activation = choose.choice(ACTIVATIONS)
+    hidden, intermediate = choose.choice([1, 3, 16, 31, 50]), choose.choice([1, 2, 15, 33, 64])
+    num_tokens = choose.choice([1, 2, 3, 5, 17, 70])
+    dtype = choose.choice(DTYPES)
+    rows = (2 if activation in GATED else 1) * intermediate
+    p = problem(num_tokens, num_experts, top_k, dtype=dtype, activation=activation)
+    p = p.but(
+        x=torch.randn(num_tokens, hidden).to(dtype),
+        w13=(torch.randn(num_experts, rows, hidden) / hidden**0.5).to(dtype),
+        w2=(torch.randn(num_experts, hidden, intermediate) / intermediate**0.5).to(dtype),
+        w13_bias=torch.randn(num_experts, rows).to(dtype) if choose.random() < 0.5 else None,
+        w2_bias=torch.randn(num_experts, hidden).to(dtype) if choose.random() < 0.5 else None,
+        limit=choose.choice([None, 0.5]),
+        interleaved=activation in GATED and choose.random() < 0.5,
+    )
+    if choose.random() < 0.5:  # some slots without an expert
+        p = p.but(topk_ids=torch.where(torch.rand(p.topk_ids.shape) < 0.3, -1, p.topk_ids))
+    if choose.random() < 0.5:
+        p = p.but(w13=strided(p.w13), w2=strided(p.w2))
+    path = "alone" if num_tokens <= 3 else "sorted"
+    check(run_on(kernel_device, PATHS[path]), p)
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_at_the_ends_of_the_range(
+    kernel_device: torch.device, path: str, activation: str
+) -> None:
+    """Pre-activations far beyond where exponentials overflow; zero; NaN stays NaN."""
+    g = torch.tensor([-1e4, -200, -90, -20, -1, -0.0, 0.0, 1e-30, 1, 20, 90, 1e4, torch.nan])
+    parts = 2 if activation in GATED else 1
+    p = Problem(
+        x=g[:, None],
+        w13=torch.ones(1, parts, 1),
+        w2=torch.ones(1, 1, 1),
+        topk_weights=torch.ones(len(g), 1),
+        topk_ids=torch.zeros(len(g), 1, dtype=torch.int32),
+        activation=activation,
+        alpha=1.702,
+    )
+    for limit in (None, 7.0):
+        arguments = p.but(limit=limit).arguments()
+        y = run_on(kernel_device, PATHS[path])(*arguments)
+        # A few rounding steps of the exponential, the quotient, the product.
+        torch.testing.assert_close(
+            y[:-1].double(), naive_experts(*arguments)[:-1], rtol=2e-6, atol=1e-6
+        )
+        assert y[-1].isnan()
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_beside_the_tensors_are_not_read_in(
+    kernel_device: torch.device, path: str, dtype: torch.dtype
+) -> None:
+    p = problem(5, dtype=dtype)
+    names = ("x", "w13", "w2", "topk_weights", "w13_bias", "w2_bias")
+    window = p.but(**{name: inside_nan(getattr(p, name)) for name in names})
+    turned = p.but(w13=inside_nan(p.w13.mT).mT, w2=inside_nan(p.w2.mT).mT)
+    run = run_on(kernel_device, PATHS[path])
+    for changed in (window, turned):
+        assert torch.equal(run(*changed.arguments()), run(*p.arguments()))
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_row_stays_alone(kernel_device: torch.device, path: str, bad: float) -> None:
+    """As in a padded batch whose dead rows hold whatever was there."""
+    p = problem(7, 3, dtype=torch.bfloat16)
+    x, weights = p.x.clone(), p.topk_weights.clone()
+    x[2], weights[4] = bad, bad
+    run = run_on(kernel_device, PATHS[path])
+    y, clean = run(*p.but(x=x, topk_weights=weights).arguments()), run(*p.arguments())
+    good = [0, 1, 3, 5, 6]
+    assert torch.equal(y[good], clean[good])
+    assert not y[[2, 4]].isfinite().any()
+
+
+@BOTH_PATHS
+def test_a_bad_expert_stays_with_its_tokens(kernel_device: torch.device, path: str) -> None:
+    p = problem(9, 4, 1, dtype=torch.bfloat16)
+    w13 = p.w13.clone()
+    w13[2] = torch.nan
+    run = run_on(kernel_device, PATHS[path])
+    y, clean = run(*p.but(w13=w13).arguments()), run(*p.arguments())
+    mine = (p.topk_ids == 2).squeeze(1)
+    assert mine.any()
+    assert y[mine].isnan().all()
+    assert torch.equal(y[~mine], clean[~mine])
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("on_input", [False, True])
+def test_a_skipped_slot_contributes_nothing_whatever_it_holds(
+    kernel_device: torch.device, path: str, on_input: bool
+) -> None:
+    p = problem(4, top_k=1 if on_input else 2).but(apply_router_weight_on_input=on_input)
+    p.topk_ids[1] = -1
+    x, weights = p.x.clone(), p.topk_weights.clone()
+    x[1], weights[1] = torch.nan, torch.inf
+    run = run_on(kernel_device, PATHS[path])
+    y = run(*p.but(x=x, topk_weights=weights).arguments())
+    assert (y[1] == 0).all()
+    assert torch.equal(y, run(*p.arguments()))
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("with_map", [False, True])
+def test_ids_out_of_range_contribute_nothing(
+    kernel_device: torch.device, path: str, with_map: bool
+) -> None:
+    """Neither the map nor the weights are read where an id, or a row of the map, points outside."""
+    expert_map = torch.tensor([0, 1, 9, -7, 4], dtype=torch.int32) if with_map else None
+    bad = [2, 3, 5, -2, 2**31 - 1, -(2**31)] if with_map else [5, 6, -2, 2**31 - 1, -(2**31)]
+    run = run_on(kernel_device, PATHS[path])
+    for dtype in (torch.int32, torch.int64):
+        p = problem(len(bad), top_k=2).but(expert_map=expert_map)
+        ids = torch.tensor([[value, 1] for value in bad], dtype=dtype)
+        none = torch.where(ids == 1, ids, -1)
+        wild = run(*p.but(topk_ids=ids).arguments())
+        assert torch.equal(wild, run(*p.but(topk_ids=none).arguments()))
+    far = torch.tensor([[2**32 + 1, 1]])
+    one = problem(1, top_k=2).but(expert_map=expert_map)
+    alone = one.but(topk_ids=torch.tensor([[-1, 1]]))
+    assert torch.equal(run(*one.but(topk_ids=far).arguments()), run(*alone.arguments()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_change_only_the_rounding(
+    kernel_device: torch.device, dtype: torch.dtype
+) -> None:
+    p = problem(7, 3, dtype=dtype)
+    large = Tile(block_n=32, block_k=32, num_warps=4, num_stages=3)
+    for block_m, group_m in ((ROWS_ALONE, 1), (16, 1), (32, 8)):
+        row = Parameters(block_m=block_m, group_m=group_m, gate_up=large, down=large)
+        check(run_on(kernel_device, row), p)
+
+
+@BOTH_PATHS
+def test_two_runs_give_the_same_bits(kernel_device: torch.device, path: str) -> None:
+    arguments = problem(9, dtype=torch.bfloat16).arguments()
+    run = run_on(kernel_device, PATHS[path])
+    assert torch.equal(run(*arguments), run(*arguments))
+
+
+def test_a_token_does_not_depend_on_its_neighbours(kernel_device: torch.device) -> None:
+    """To the bit, for one choice of parameters."""
+    p = problem(33, dtype=torch.bfloat16)
+    run = run_on(kernel_device, PATHS["sorted"])
+    whole = run(*p.arguments())
+    for part in (slice(0, 1), slice(7, 19), slice(32, 33)):
+        few = p.but(x=p.x[part], topk_ids=p.topk_ids[part], topk_weights=p.topk_weights[part])
+        assert torch.equal(run(*few.arguments()), whole[part])
+
+
+@BOTH_PATHS
+def test_experts_further_apart_than_32_bits_count(kernel_device: torch.device, path: str) -> None:
+    """Element offsets of 2^31 and more; only the pages in use are ever touched."""
+    p = problem(3, 3, dtype=torch.bfloat16, bias=False)
+    stride = 2**30 + 64  # the third expert starts past 2^31
+    num_elements = 2 * stride + p.w13[0].numel()
+    if kernel_device.type == "cpu":
+        far = torch.frombuffer(mmap.mmap(-1, 2 * num_elements), dtype=torch.bfloat16)
+    else:
+        far = torch.empty(num_elements, dtype=torch.bfloat16, device=kernel_device)
+    w13 = far.as_strided(p.w13.shape, (stride, H, 1)).copy_(p.w13)
+    moved = [a.to(kernel_device) if isinstance(a, Tensor) else a for a in p.arguments()]
+    expected = fused_experts_with(PATHS[path], Call(*moved))
+    moved[1] = w13
+    assert torch.equal(fused_experts_with(PATHS[path], Call(*moved)), expected)
+
+
+def test_under_opcheck(kernel_device: torch.device) -> None:
+    for p in (problem(5), problem(0), problem(1).but(topk_ids=torch.tensor([[1, -1]]))):
+        moved = [a.to(kernel_device) if isinstance(a, Tensor) else a for a in p.arguments()]
+        torch.library.opcheck(fused_experts, tuple(moved))
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(w13=torch.zeros(5, 9, H)), r"w13 must be \(5, 10, 7\).*got \(5, 9, 7\)"),
+        (dict(x=torch.zeros(9, H + 1)), r"x must be \[T, 7\]"),
+        (dict(topk_ids=torch.zeros(8, 2).int()), "topk_ids must be"),
+        (dict(topk_ids=torch.zeros(9, 2)), "topk_ids must be int32 or int64, got torch.float32"),
+        (dict(topk_weights=torch.zeros(9, 2).double()), "topk_weights must be float32, got"),
+        (dict(activation="gelu_new"), "unknown activation 'gelu_new'"),
+        (dict(apply_router_weight_on_input=True), "needs top_k = 1, got 2"),
+    ],
+)
+def test_mistakes(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fused_experts(*problem().but(**changes).arguments())
+
+
+def test_operands_on_two_devices() -> None:
+    for name in ("topk_weights", "w2_bias"):
+        p = problem()
+        p = p.but(**{name: getattr(p, name).to("meta")})
+        with pytest.raises(ValueError, match=f"{name} must be on cpu, where x is; got meta"):
+            fused_experts_with(PATHS["sorted"], Call(*p.arguments()))
+
+
+def test_doubles_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"take bfloat16, float16, float32; got torch\.float64"):
+        fused_experts(*problem(dtype=torch.float64).arguments())
+
+
+def test_device_of_a_cpu_is_the_interpreter() -> None:
+    assert device_of(torch.device("cpu")) == Device(name="interpreter", shared_bytes=2**18)
+
+
+def test_the_choice_is_kept_by_bucket() -> None:
+    p = problem(5)
+    first, second = Call(*p.arguments()).shape(), Call(*problem(9).arguments()).shape()
+    assert first is second
+    assert (first.hidden_size, first.intermediate_size, first.is_gated) == (H, I, True)
+    assert dataclasses.replace(first, top_k=1) != first
