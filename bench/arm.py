@@ -127,9 +127,11 @@ class LocalArm:
                 # What torch.compile warns of in a peer's code is no news to who measures it.
                 warnings.simplefilter("ignore")
                 start = time.perf_counter()
+                # Not on the draw that is checked: a graph that only repeats its capture must show.
+                self._function(*self._arguments[-1])[:1].cpu()
+                first_call_ms = (time.perf_counter() - start) * 1e3
                 rows = self._function(*self._arguments[0])
                 rows = rows[checked_rows(rows.shape[0]).to(rows.device)].float().cpu()
-                first_call_ms = (time.perf_counter() - start) * 1e3
                 call_ms = min(self.time(1, 1)[0] for _ in range(2))
         except Exception as error:
             first_line = str(error).strip().splitlines()[:1]

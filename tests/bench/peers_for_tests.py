@@ -44,6 +44,17 @@ class Wrong(Right):
         return y * 1.1
 
 
+class Repeating(Right):
+    """Gives its first result again and again, like a graph that does not see its inputs."""
+
+    impl = "test:repeating"
+    first: Tensor | None = None
+
+    def result(self, y: Tensor) -> Tensor:
+        self.first = y if self.first is None else self.first
+        return self.first
+
+
 class Absent(Right):
     """A library that is not there."""
 
@@ -76,4 +87,4 @@ class Sleeper(Right):
         return y
 
 
-PEERS = {peer.impl: peer for peer in (Right, Wrong, Absent, Stopped, Sleeper)}
+PEERS = {peer.impl: peer for peer in (Right, Wrong, Repeating, Absent, Stopped, Sleeper)}

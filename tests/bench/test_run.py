@@ -37,7 +37,7 @@ def test_each_implementation_gets_times_or_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "r.json"
-    impls = ["test:right", "test:wrong", "test:absent", "control:dense"]
+    impls = ["test:right", "test:wrong", "test:repeating", "test:absent", "control:dense"]
     assert _run(out, "--tokens", "3", "--impl", *impls) == 0
     cells = _cells(out)
     right = cells["test:right"]
@@ -51,6 +51,7 @@ def test_each_implementation_gets_times_or_a_reason(
     assert right.limited_by == "bandwidth"
     assert "wrong result: relative error" in str(cells["test:wrong"].error)
     assert cells["test:wrong"].ms_median is None
+    assert "wrong result: relative error" in str(cells["test:repeating"].error)
     assert cells["test:absent"].error == "ImportError: test is not installed"
     assert cells["control:dense"].ms_median is not None
     assert cells["control:dense"].floor_ms is None
