@@ -50,10 +50,14 @@ def cxx_compiler() -> tuple[str, ...] | None:
 
 
 def child_environment(compile_cache: Path) -> dict[str, str]:
-    """The environment for a child process: torch's compiled graphs in a folder, no network."""
+    """The environment for a child process: torch's compiled graphs in a folder, no network.
+
+    Weights lie on pages of 2 MB, whoever allocates them.
+    """
     return {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(compile_cache),
         "HF_HUB_OFFLINE": "1",
+        "THP_MEM_ALLOC_ENABLE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }

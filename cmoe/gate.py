@@ -45,7 +45,21 @@ class GateLinear(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states: [T, H] -> logits [T, E], float32 (float64 for float64)."""
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        x, weight = hidden_states.to(wide), self.weight.to(wide)
         bias = None if self.bias is None else self.bias.to(wide)
+        if torch.compiler.is_compiling() and _is_one_token(x):
+            # For one token the compiler fuses this sum with the conversion of the weights; ahead of
+            # a matrix product it would write all of them out in float32.
+            logits = (x.unsqueeze(-2) * weight).sum(-1)
+            return logits if bias is None else logits + bias
         # Autocast would round the product that this class exists to keep.
         with without_autocast(hidden_states.device):
-            return F.linear(hidden_states.to(wide), self.weight.to(wide), bias)
+            return F.linear(x, weight, bias)
+
+
+def _is_one_token(x: Tensor) -> bool:
+    """Whether the graph that is being traced is for one token alone; never adds a guard."""
+    # Loads sympy, which takes longer than all of `import cmoe`.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(x.numel() == x.shape[-1]))

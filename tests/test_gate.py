@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -75,3 +77,26 @@ def test_a_gate_runs_on_the_meta_device() -> None:
 
 def test_a_printed_model_shows_the_sizes() -> None:
     assert repr(cmoe.GateLinear(16, 5)) == "GateLinear(hidden_size=16, num_experts=5, bias=False)"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("lead", [(1,), (3,), (1, 1), (1, 3), (0,)])
+def test_compiled_logits_are_not_rounded_either(lead: tuple[int, ...], bias: bool) -> None:
+    gate = cmoe.GateLinear(HIDDEN, NUM_EXPERTS, bias=bias, dtype=torch.bfloat16)
+    x = x_of(*lead, dtype=torch.bfloat16)
+    logits = torch.compile(gate, fullgraph=True)(x)
+    expected = x.double() @ gate.weight.double().t()
+    if bias:
+        expected = expected + gate.bias.double()
+    assert logits.dtype == torch.float32
+    # The products of bfloat16 are exact in float32: a few roundings of their sum.
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_one_token_takes_no_second_graph_class(count_compiles: Callable[[], int]) -> None:
+    """The form for one token goes with the graph that one token has in any case."""
+    gate = cmoe.GateLinear(HIDDEN, NUM_EXPERTS)
+    compiled = torch.compile(gate, fullgraph=True, dynamic=True)
+    for num_tokens in (3, 1, 5, 1, 7):
+        compiled(x_of(num_tokens))
+    assert count_compiles() == 2
