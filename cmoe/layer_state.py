@@ -16,16 +16,22 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """Parameters, then buffers of every module, outer modules first; tied ones at every place."""
-    tensors = [
-        tensor
-        for table in (module._parameters, module._buffers)
-        for tensor in table.values()
-        if tensor is not None
-    ]
+    tensors: list[Tensor] = []
+    _collect(module, tensors)
+    return tensors
+
+
+def _collect(module: nn.Module, tensors: list[Tensor]) -> None:
+    # Every call of a compiled layer comes through here, hence the plain loops.
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            tensors.append(parameter)
+    for buffer in module._buffers.values():
+        if buffer is not None:
+            tensors.append(buffer)
     for child in module._modules.values():
         if child is not None:
-            tensors += tensors_of(child)
-    return tensors
+            _collect(child, tensors)
 
 
 def with_tensors(module: Layer, tensors: list[Tensor]) -> Layer:

@@ -41,11 +41,12 @@ def _own(y: Tensor, like: Tensor, *inputs: Tensor) -> Tensor:
             f"the layer gave {y.dtype} {tuple(y.shape)} where its input has "
             f"{like.dtype} {tuple(like.shape)}"
         )
-    storage = y.untyped_storage().data_ptr()
-    aliases = any(storage == x.untyped_storage().data_ptr() for x in (like, *inputs))
     # `contiguous` would keep odd strides of one token or none.
-    if aliases or y.stride() != (y.shape[1], 1):
+    if y.stride() != (y.shape[1], 1):
         return y.clone(memory_format=torch.contiguous_format)
+    for x in (like, *inputs):
+        if torch._C._is_alias_of(y, x):  # type: ignore[attr-defined]
+            return y.clone()
     return y
 
 

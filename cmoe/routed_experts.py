@@ -69,7 +69,11 @@ class RoutedExperts(PluggableLayer):
 
     def weights(self) -> dict[str, Tensor]:
         """What the quant method asked for, by name: parameters, or what is computed from them."""
-        return {name: getattr(self, name) for name in self._weight_names}
+        own = self._parameters  # The way round `nn.Module.__getattr__`, which every call would pay.
+        return {
+            name: weight if (weight := own.get(name)) is not None else getattr(self, name)
+            for name in self._weight_names
+        }
 
     def activation_dtype(self) -> torch.dtype:
         """The dtype that the input must have."""
