@@ -41,7 +41,9 @@ inline void store_any(DType t, void* p, int64_t at, V v, int n) {
 }
 
 // What a tile prefetches while it computes: the first `bytes` of some rows of the panel that comes
-// next. Into L2: the panel at work and the x of a tile already fill L1.
+// next. Whole rows into L1: a prefetch into L2 is dropped as soon as a few are under way. Beginnings
+// into L2, to where the hardware brings the rest.
+constexpr int64_t kHeadBytes = 64;
 struct Ahead {
   const char* p;
   int64_t stride_bytes;
@@ -51,9 +53,79 @@ struct Ahead {
   CMOE_INLINE void fetch(int64_t at_bytes) const {
     if (at_bytes >= bytes) return;
     const char* q = p + at_bytes;
-    for (int i = 0; i < rows; ++i, q += stride_bytes) __builtin_prefetch(q, 0, 2);
+    if (bytes == kHeadBytes) {
+      for (int i = 0; i < rows; ++i, q += stride_bytes) __builtin_prefetch(q, 0, 2);
+    } else {
+      for (int i = 0; i < rows; ++i, q += stride_bytes) __builtin_prefetch(q, 0, 3);
+    }
   }
 };
+
+// How a tile goes through K.
+enum class Flow {
+  kBlock,    // a whole block of K at once
+  kRolling,  // the same, fetching a little ahead in its own rows, then in the next panel's
+  kPieces,   // a piece of a block: what is summed up waits in Piece::sums for the next one
+};
+constexpr int64_t kRollBytes = 1024;  // how far ahead
+struct Piece {
+  V* sums;            // [kTileM * kTileN]
+  bool begins, ends;  // the first, the last of its block
+};
+
+template <Flow kFlow, int MT, int NT>
+CMOE_INLINE void begin_tile(V (&acc)[MT][NT], const Piece& piece) {
+  if (kFlow == Flow::kPieces && !piece.begins) {
+#pragma GCC unroll 8
+    for (int i = 0; i < MT; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < NT; ++j) acc[i][j] = piece.sums[i * NT + j];
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < MT; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < NT; ++j) acc[i][j] = vset(0.0f);
+  }
+}
+template <Flow kFlow, int MT, int NT>
+CMOE_INLINE void end_tile(const V (&acc)[MT][NT], const Piece& piece, float* c, int64_t stride,
+                          bool add) {
+  if (kFlow == Flow::kPieces && !piece.ends) {
+#pragma GCC unroll 8
+    for (int i = 0; i < MT; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < NT; ++j) piece.sums[i * NT + j] = acc[i][j];
+  } else {
+    reduce_tile(acc, c, stride, add);
+  }
+}
+
+// step(k) for each whole chunk of [0, n) with the flow's prefetches before it; returns where the
+// rest begins. `w`: the panel, NT rows.
+template <Flow kFlow, int NT, int kChunk, class W, class F>
+CMOE_INLINE int each_chunk(const W* w, int64_t stride, int n, const Ahead& ahead, F&& step) {
+  int k = 0;
+  if constexpr (kFlow == Flow::kRolling) {
+    constexpr int kRoll = kRollBytes / sizeof(W);
+    for (; k + kRoll + kChunk <= n; k += kChunk) {
+#pragma GCC unroll 8
+      for (int j = 0; j < NT; ++j) __builtin_prefetch(w + j * stride + k + kRoll, 0, 3);
+      step(k);
+    }
+    const char* next = ahead.p;
+    for (; k + kChunk <= n; k += kChunk, next += kChunk * sizeof(W)) {
+#pragma GCC unroll 8
+      for (int j = 0; j < NT; ++j) __builtin_prefetch(next + j * ahead.stride_bytes, 0, 3);
+      step(k);
+    }
+  } else {
+    for (; k + kChunk <= n; k += kChunk) {
+      ahead.fetch(k * sizeof(W));
+      step(k);
+    }
+  }
+  return k;
+}
 
 // Some consecutive weight rows, [rows, K] with K contiguous.
 template <class W>
@@ -79,6 +151,27 @@ CMOE_INLINE void dispatch_tile(int mt, int nt, F&& f) {
   if (mt == 3) return row.template operator()<3>();
   if (mt == 2) return row.template operator()<2>();
   return row.template operator()<1>();
+}
+// The same for a whole panel and two rows or more.
+template <class F>
+CMOE_INLINE void dispatch_whole(int mt, F&& f) {
+  if constexpr (kTileM >= 4) {
+    if (mt == 4) return f.template operator()<4, kTileN>();
+  }
+  if (mt == 3) return f.template operator()<3, kTileN>();
+  return f.template operator()<2, kTileN>();
+}
+// Calls f.operator()<MT, NT, flow>(); the flows but kBlock exist for dispatch_whole's shapes.
+template <class F>
+CMOE_INLINE void dispatch_flow(Flow flow, int mt, int nt, F&& f) {
+  if (flow != Flow::kBlock) {
+    return dispatch_whole(mt, [&]<int MT, int NT>() CMOE_LAMBDA {
+      if (flow == Flow::kRolling) return f.template operator()<MT, NT, Flow::kRolling>();
+      f.template operator()<MT, NT, Flow::kPieces>();
+    });
+  }
+  dispatch_tile(mt, nt,
+                [&]<int MT, int NT>() CMOE_LAMBDA { f.template operator()<MT, NT, Flow::kBlock>(); });
 }
 inline int panel_rows(int64_t n) { return kTileN >= 6 && n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1; }
 
@@ -156,6 +249,7 @@ struct NativeBf16 {
   using X = uint16_t;
   static constexpr int kChunk = 2 * kLanes;
   static constexpr int64_t kBlockK = 2048;  // a panel of six rows and the x of a tile fit L1
+  static constexpr int64_t kPieceK = 1024;  // two panels and the x of two tiles
   static constexpr bool kConvertX = false;
   static constexpr int kWideRows = 0;
 
@@ -166,17 +260,14 @@ struct NativeBf16 {
     static Panel<W> narrow(const W* w, int64_t stride) { return {w, stride}; }
   };
 
-  template <int MT, int NT>
+  template <int MT, int NT, Flow kFlow>
   static void tile_of(const X* const* rows, Panel<W> w, int n, float* c, int64_t stride, bool add,
-                      Ahead ahead) {
+                      Piece piece, Ahead ahead) {
     V acc[MT][NT];
     const X* x[MT];
+    begin_tile<kFlow>(acc, piece);
 #pragma GCC unroll 8
-    for (int i = 0; i < MT; ++i) {
-      x[i] = rows[i];
-#pragma GCC unroll 8
-      for (int j = 0; j < NT; ++j) acc[i][j] = vset(0.0f);
-    }
+    for (int i = 0; i < MT; ++i) x[i] = rows[i];
     auto step = [&](auto load, int k) CMOE_LAMBDA {
       __m512bh xv[MT];
 #pragma GCC unroll 8
@@ -188,22 +279,21 @@ struct NativeBf16 {
         for (int i = 0; i < MT; ++i) acc[i][j] = (V)_mm512_dpbf16_ps((__m512)acc[i][j], wv, xv[i]);
       }
     };
-    int k = 0;
-    for (; k + kChunk <= n; k += kChunk) {
-      ahead.fetch(k * sizeof(W));
-      step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, k);
-    }
+    const int k = each_chunk<kFlow, NT, kChunk>(
+        w.w, w.stride, n, ahead, [&](int at) CMOE_LAMBDA {
+          step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, at);
+        });
     if (k < n) {
       const int rest = n - k;
       step([rest](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p, rest); }, k);
     }
-    reduce_tile(acc, c, stride, add);
+    end_tile<kFlow>(acc, piece, c, stride, add);
   }
 
-  static void tile(int mt, int nt, const X* const* rows, Panel<W> w, int n, float* c,
-                   int64_t stride, bool add, Ahead ahead) {
-    dispatch_tile(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
-      tile_of<MT, NT>(rows, w, n, c, stride, add, ahead);
+  static void tile(Flow flow, int mt, int nt, const X* const* rows, Panel<W> w, int n, float* c,
+                   int64_t stride, bool add, Piece piece, Ahead ahead) {
+    dispatch_flow(flow, mt, nt, [&]<int MT, int NT, Flow kFlow>() CMOE_LAMBDA {
+      tile_of<MT, NT, kFlow>(rows, w, n, c, stride, add, piece, ahead);
     });
   }
 
@@ -261,6 +351,7 @@ struct Fma {
   using X = float;
   static constexpr int kChunk = 2 * kLanes;
   static constexpr int64_t kBlockK = 1024;  // a panel and the x of a tile fit L1
+  static constexpr int64_t kPieceK = kBlockK;
   static constexpr bool kConvertX = true;
   // From this many rows on a panel is widened once into L1 instead of once a tile.
   static constexpr int kWideRows = sizeof(W) < 4 ? 24 : 0;
@@ -298,17 +389,14 @@ struct Fma {
     }
   };
 
-  template <int MT, int NT, class F>
+  template <int MT, int NT, Flow kFlow, class F>
   static void tile_of(const X* const* rows, Panel<typename F::W> w, int n, float* c, int64_t stride,
-                      bool add, Ahead ahead) {
+                      bool add, Piece piece, Ahead ahead) {
     V acc[MT][NT];
     const X* x[MT];
+    begin_tile<kFlow>(acc, piece);
 #pragma GCC unroll 8
-    for (int i = 0; i < MT; ++i) {
-      x[i] = rows[i];
-#pragma GCC unroll 8
-      for (int j = 0; j < NT; ++j) acc[i][j] = vset(0.0f);
-    }
+    for (int i = 0; i < MT; ++i) x[i] = rows[i];
     auto half_step = [&]<int h>(int k, auto... rest) CMOE_LAMBDA {
       V xv[MT];
 #pragma GCC unroll 8
@@ -320,27 +408,27 @@ struct Fma {
         for (int i = 0; i < MT; ++i) acc[i][j] = vfma(wv, xv[i], acc[i][j]);
       }
     };
-    int k = 0;
-    for (; k + kChunk <= n; k += kChunk) {
-      ahead.fetch(k * sizeof(W));
-      half_step.template operator()<0>(k);
-      half_step.template operator()<1>(k);
-    }
+    const int k =
+        each_chunk<kFlow, NT, kChunk>(w.w, w.stride, n, ahead, [&](int at) CMOE_LAMBDA {
+          half_step.template operator()<0>(at);
+          half_step.template operator()<1>(at);
+        });
     if (k < n) {
       half_step.template operator()<0>(k, n - k);
       half_step.template operator()<1>(k, n - k);
     }
-    reduce_tile(acc, c, stride, add);
+    end_tile<kFlow>(acc, piece, c, stride, add);
   }
 
-  static void tile(int mt, int nt, const X* const* rows, const AnyPanel& w, int n, float* c,
-                   int64_t stride, bool add, Ahead ahead) {
-    dispatch_tile(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
-      if constexpr (kWideRows > 0) {
+  static void tile(Flow flow, int mt, int nt, const X* const* rows, const AnyPanel& w, int n,
+                   float* c, int64_t stride, bool add, Piece piece, Ahead ahead) {
+    dispatch_flow(flow, mt, nt, [&]<int MT, int NT, Flow kFlow>() CMOE_LAMBDA {
+      if constexpr (kWideRows > 0 && kFlow == Flow::kBlock) {
         if (w.wide.w != nullptr)
-          return tile_of<MT, NT, Fp32>(rows, w.wide, round_up(n, kChunk), c, stride, add, ahead);
+          return tile_of<MT, NT, kFlow, Fp32>(rows, w.wide, round_up(n, kChunk), c, stride, add,
+                                              piece, ahead);
       }
-      tile_of<MT, NT, Format>(rows, w.narrow, n, c, stride, add, ahead);
+      tile_of<MT, NT, kFlow, Format>(rows, w.narrow, n, c, stride, add, piece, ahead);
     });
   }
 

@@ -31,24 +31,11 @@ constexpr int64_t kUnitsStreamed1 = 12, kUnitsStreamed2 = 32;
 constexpr int64_t kAccFloats =
     1 << 16;  // output sums of an item of phase 2: a quarter of a small L2
 
-// How much of the next panel's rows is fetched meanwhile. The hardware streams a row once it has
-// begun; what it cannot do is begin the next rows, or go on while several tiles use one panel. To
-// fetch everything by instruction pays there, but not where many tiles use pieces of longer rows.
-constexpr int64_t kPrefetchHeadBytes = 64;
-inline int64_t prefetch_bytes(int tiles, int64_t row_bytes, bool whole_rows) {
-  const bool all = tiles > 1 && (whole_rows || tiles <= 4);
-  return all ? row_bytes : kPrefetchHeadBytes;
-}
-
-// K is cut evenly into blocks of at most D::kBlockK, whole chunks each but the last.
+// The size of the even parts, whole chunks each but the last, that K is cut into.
 template <class D>
-struct KBlocks {
-  int64_t K, size;
-  explicit KBlocks(int64_t k) : K(k) {
-    const int64_t n = ceil_div<int64_t>(k, D::kBlockK);
-    size = round_up<int64_t>(ceil_div<int64_t>(k, n), D::kChunk);
-  }
-};
+int64_t even_parts(int64_t K, int64_t most) {
+  return round_up<int64_t>(ceil_div(K, ceil_div(K, most)), D::kChunk);
+}
 
 // Units [0, total) handed out to threads: long runs first, short ones at the end to finish
 // together. A run does not cross a multiple of `row` units.
@@ -89,13 +76,14 @@ struct Local {
   char* turned;  // weights of a block turned along K, where they do not lie so
   float* wide;   // [kTileN, kBlockK] a panel widened to fp32
   float* row;    // [H] one row of x
+  V* sums;       // [tiles of a streamed panel, kTileM * kTileN] accumulators between pieces of K
 };
 
 struct Layout {
   int64_t x_stride, h_stride;  // in elements of D::X
   int64_t most2;               // units of an item of phase 2
   bool convert_x;
-  size_t off_c, off_bias, off_acc, off_turned, off_wide, off_row;
+  size_t off_c, off_bias, off_acc, off_turned, off_wide, off_row, off_sums;
   ScratchSizes size;
 };
 
@@ -131,6 +119,9 @@ Layout make_layout(const Problem& p, int64_t rows) {
   l.off_turned = take(Rows<typename D::W>::scratch_bytes(turn, D::kBlockK));
   l.off_wide = take(D::kWideRows > 0 ? sizeof(float) * kTileN * (D::kBlockK + D::kChunk) : 0);
   l.off_row = take(l.convert_x ? sizeof(float) * round_up<int64_t>(p.H, D::kChunk) : 0);
+  l.off_sums = take(D::kPieceK < D::kBlockK
+                        ? sizeof(V) * ceil_div(kRowsStreamed, kTileM) * kTileM * kTileN
+                        : 0);
   l.size.per_thread = round_up<size_t>(at, 4096);  // threads share no page, hence no cache line
   l.size.total = l.size.x + l.size.h + l.size.per_thread * p.threads.count;
   return l;
@@ -144,6 +135,20 @@ struct RowGroup {
   float* c;
 };
 
+// What the t-th of `tiles` over a panel prefetches. One tile: the next rows' beginnings, since the
+// hardware streams a row better than instructions do once it has begun. Several tiles: each its
+// share of the next panel, which memory would otherwise wait for while the panel at work is read
+// from the cache. Many tiles on parts of rows: the beginnings again.
+template <class W>
+Ahead ahead_of(const W* following, int64_t stride, int64_t kn, bool whole_rows, int t, int tiles) {
+  if (t >= kTileN) return {nullptr, 0, 0, 0};
+  const int shares = least(tiles, kTileN), first = t * kTileN / shares,
+            last = (t + 1) * kTileN / shares;
+  const bool all = tiles > 1 && (whole_rows || tiles <= 4);
+  return {(const char*)(following + first * stride), stride * (int64_t)sizeof(W), last - first,
+          all ? kn * (int64_t)sizeof(W) : kHeadBytes};
+}
+
 // group.c[m, n] = dot(x[m], group.base[n]) over K for M rows of x, in one pass over x for all
 // groups. `stream`: these weights come from memory now; `next` is where the ones that this thread
 // reads afterwards begin.
@@ -153,64 +158,69 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
                 bool stream, const typename D::W* next, Local& local) {
   using X = typename D::X;
   using W = typename D::W;
-  const KBlocks<D> blocks(K);
+  const int64_t block = even_parts<D>(K, D::kBlockK);
   const int tiles = ceil_div(M, kTileM);
   const bool in_place = w.stride_col == 1;
   const X* rows[kTileM];
 
-  auto panel = [&](const typename D::Source& source, float* c, int64_t n, int nt, int64_t k0,
-                   int64_t kn, const W* following) CMOE_LAMBDA {
+  // All tiles over one panel: rows [n, n + nt) of the group, places [k, k + kn) of K.
+  auto panel = [&](const typename D::Source& source, float* c, int64_t n, int nt, int64_t k,
+                   int64_t kn, Flow flow, Piece piece, bool add,
+                   const W* following) CMOE_LAMBDA {
     const auto weights = source.panel(n, nt);
     int m = 0;
     for (int t = 0; t < tiles; ++t) {
       const int mt = (M - m + tiles - t - 1) / (tiles - t);
-      for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k0;
-      Ahead ahead{nullptr, 0, 0, 0};
-      if (stream && in_place && t < kTileN) {
-        const int n_tiles = least(tiles, kTileN), a = t * kTileN / n_tiles,
-                  b = (t + 1) * kTileN / n_tiles;
-        ahead =
-            Ahead{(const char*)(following + a * w.stride_row), w.stride_row * (int64_t)sizeof(W),
-                  b - a, prefetch_bytes(tiles, kn * (int64_t)sizeof(W), kn == K)};
-      }
-      D::tile(mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride, k0 > 0,
-              ahead);
+      for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k;
+      const Ahead ahead = stream && in_place
+                              ? ahead_of(following, w.stride_row, kn, kn == K, t, tiles)
+                              : Ahead{nullptr, 0, 0, 0};
+      D::tile(flow, mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride,
+              add, piece, ahead);
+      if (flow == Flow::kPieces) piece.sums += kTileM * kTileN;
       m += mt;
     }
   };
 
   if (in_place &&
       M <= kRowsStreamed) {  // whole rows, one panel after the other: one run through memory
+    Flow of_whole_panels = Flow::kBlock;
+    if (stream && tiles == 1 && M > 1) of_whole_panels = Flow::kRolling;
+    if (stream && tiles > 1 && D::kPieceK < D::kBlockK) of_whole_panels = Flow::kPieces;
     for (int g = 0; g < kGroups; ++g) {
       const W* base = groups[g].base;
       const W* after = g + 1 < kGroups ? groups[g + 1].base : next;
       for (int64_t n = 0, nt = 0; n < groups[g].n; n += nt) {
         nt = panel_rows(groups[g].n - n);
-        for (int64_t k0 = 0; k0 < K; k0 += blocks.size) {
-          const int64_t kn = least(blocks.size, K - k0);
-          const typename D::Source source(Rows<W>(w, base, groups[g].n, k0, kn, nullptr), kn, M,
+        const W* at = base + n * w.stride_row;
+        const W* below = n + nt < groups[g].n ? at + nt * w.stride_row : after;
+        const Flow flow = nt == kTileN ? of_whole_panels : Flow::kBlock;
+        const int64_t most = flow == Flow::kPieces ? even_parts<D>(block, D::kPieceK) : block;
+        for (int64_t k = 0, kn = 0; k < K; k += kn) {
+          const int64_t done = k % block;
+          kn = least(least(most, block - done), K - k);
+          const typename D::Source source(Rows<W>(w, base, groups[g].n, k, kn, nullptr), kn, M,
                                           local.wide);
-          const W* following = k0 + kn < K            ? base + n * w.stride_row + k0 + kn
-                               : n + nt < groups[g].n ? base + (n + nt) * w.stride_row
-                                                      : after;
-          panel(source, groups[g].c, n, static_cast<int>(nt), k0, kn, following);
+          panel(source, groups[g].c, n, static_cast<int>(nt), k, kn, flow,
+                Piece{local.sums, done == 0, done + kn == block || k + kn == K}, k >= block,
+                k + kn < K ? at + k + kn : below);
         }
       }
     }
     return;
   }
-  for (int64_t k0 = 0; k0 < K; k0 += blocks.size) {
-    const int64_t kn = least(blocks.size, K - k0);
-    const W* after_block = k0 + kn < K ? groups[0].base + k0 + kn : next;
+  for (int64_t k = 0; k < K; k += block) {
+    const int64_t kn = least(block, K - k);
+    const W* after_block = k + kn < K ? groups[0].base + k + kn : next;
     for (int g = 0; g < kGroups; ++g) {
       const W* base = groups[g].base;
-      const W* after = g + 1 < kGroups ? groups[g + 1].base + k0 : after_block;
-      const typename D::Source source(Rows<W>(w, base, groups[g].n, k0, kn, local.turned), kn, M,
+      const W* after = g + 1 < kGroups ? groups[g + 1].base + k : after_block;
+      const typename D::Source source(Rows<W>(w, base, groups[g].n, k, kn, local.turned), kn, M,
                                       local.wide);
       for (int64_t n = 0, nt = 0; n < groups[g].n; n += nt) {
         nt = panel_rows(groups[g].n - n);
-        const W* following = n + nt < groups[g].n ? base + (n + nt) * w.stride_row + k0 : after;
-        panel(source, groups[g].c, n, static_cast<int>(nt), k0, kn, following);
+        panel(source, groups[g].c, n, static_cast<int>(nt), k, kn, Flow::kBlock, Piece{}, k > 0,
+              n + nt < groups[g].n ? base + (n + nt) * w.stride_row + k : after);
       }
     }
   }
@@ -418,7 +428,8 @@ struct Run {
   Local local_of(int thread) const {
     char* mine = threads_scratch + thread * l.size.per_thread;
     return Local{(float*)(mine + l.off_c), (float*)(mine + l.off_bias), (float*)(mine + l.off_acc),
-                 mine + l.off_turned,      (float*)(mine + l.off_wide), (float*)(mine + l.off_row)};
+                 mine + l.off_turned,      (float*)(mine + l.off_wide), (float*)(mine + l.off_row),
+                 (V*)(mine + l.off_sums)};
   }
 
   template <void (Run::*phase)(int, Local&)>
@@ -462,8 +473,8 @@ void probe_tile(int64_t n, int repeats) {
   const typename D::X* rows[kTileM];
   for (int i = 0; i < kTileM; ++i) rows[i] = x[i];
   for (int r = 0; r < repeats; ++r)
-    D::tile(kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512), static_cast<int>(n), c, kTileN,
-            false, Ahead{nullptr, 0, 0, 0});
+    D::tile(Flow::kBlock, kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512),
+            static_cast<int>(n), c, kTileN, false, Piece{}, Ahead{nullptr, 0, 0, 0});
 }
 
 template <class OfBf16>
