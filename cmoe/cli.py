@@ -14,6 +14,7 @@ from cmoe.demo.client import WorkerError
 from cmoe.demo.options import DemoOptions
 from cmoe.demo.run import run_demo
 from cmoe.errors import UnsupportedError
+from cmoe.inspection.report import inspect_folder
 from cmoe.machine import describe
 
 USER_ERROR = 2
@@ -28,12 +29,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 when the demo's models disagree, 2 for an error of the user."""
+    """The exit code: 0; 1 when the demo's models disagree, when the inspected folder cannot be
+    loaded; 2 for an error of the user.
+    """
     options = _parser().parse_args(arguments)
     try:
         if options.command == "env":
             print(describe())
             return 0
+        if options.command == "inspect":
+            text, is_loadable = inspect_folder(options.folder)
+            print(text)
+            return 0 if is_loadable else 1
         return run_demo(_demo_options(options), sys.stdout, sys.stderr)
     except (ValueError, OSError, UnsupportedError, WorkerError) as error:
         line = " ".join(str(error).split())
@@ -47,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="cmoe", description="Mixture-of-Experts layers for compiled PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("env", help="versions, processor, devices, backends with their reasons")
+    inspect = commands.add_parser("inspect", help="what a checkpoint is, from its headers alone")
+    inspect.add_argument("folder", type=Path, metavar="DIR", help="a folder in Hugging Face format")
     demo = commands.add_parser("demo", help="run a checkpoint, compared with transformers")
     demo.add_argument(
         "model",

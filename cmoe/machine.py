@@ -27,7 +27,7 @@ _MEMINFO = Path("/proc/meminfo")
 def describe() -> str:
     """Versions, processor, devices, compiler, then every backend with its reasons."""
     lines = [f"{name:<13}{text}" for name, text in _facts()]
-    for device in _devices():
+    for device in devices():
         spec = typical_layer(device)
         lines += ["", f"backends for {spec}, in the order of preference:"]
         for name, reasons in explain_backends(spec).items():
@@ -77,9 +77,16 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "kernel cache", str(cache_dir())
 
 
-def _devices() -> list[torch.device]:
+def devices() -> list[torch.device]:
+    """The CPU, then every GPU."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return [torch.device("cpu"), *gpus]
+
+
+def available_bytes() -> int | None:
+    """Memory that new processes can get; None where the system does not tell."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read(_MEMINFO), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def _version(package: str) -> str:

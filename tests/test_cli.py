@@ -91,6 +91,30 @@ def test_a_folder_to_keep_that_is_in_use(
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_inspect_prints_what_a_folder_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v4"}))
+    save_file({"a": ones(1)}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "deepseek_v4: its first layers" in capsys.readouterr().out
+
+
+def test_inspect_says_by_its_exit_code_that_something_is_missing(tmp_path: Path) -> None:
+    sizes = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 4}
+    config = {"model_type": "qwen3_moe", "hidden_act": "silu", "norm_topk_prob": True, **sizes}
+    config["moe_intermediate_size"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"mlp.experts.0.up_proj.weight": ones(4, 4)}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 1
+
+
+def test_inspect_of_a_folder_that_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "has no config.json" in errors(["inspect", str(tmp_path)], capsys)
+
+
 def test_cpu_flags() -> None:
     assert cpu_flags("flags\t\t: fpu avx2 avx512f avx512_bf16 sse\n") == [
         "avx2",

@@ -71,6 +71,7 @@ LEVELS: Mapping[str, int] = {
     "cmoe.layer": 6,
     "cmoe.integrations": 7,
     "cmoe.demo": 7,
+    "cmoe.inspection": 7,
     "cmoe.machine": 7,
     "cmoe.cli": 7,
     "cmoe.__main__": 7,

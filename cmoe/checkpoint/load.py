@@ -11,6 +11,7 @@ from torch import nn
 from cmoe.checkpoint.folder import Checkpoint
 from cmoe.checkpoint.homes import ModelHomes
 from cmoe.checkpoint.mapped import MappedTensor
+from cmoe.checkpoint.resemblance import families_like
 from cmoe.checkpoint.translate import Names
 from cmoe.config import moe_part
 from cmoe.errors import LoadError
@@ -41,7 +42,7 @@ def load_layer(
         raise LoadError(f"{checkpoint.folder} has no tensor under {prefix!r}{_blocks(checkpoint)}")
     report = judge_runner(runner, checkpoint, keys)
     if strict:
-        report.check(prefix)
+        _check(report, prefix, checkpoint)
     report = load_runner(runner, checkpoint, keys)
     return report.check(prefix) if strict else report
 
@@ -61,7 +62,7 @@ def load_model(
             )
     report = judge_model(model, checkpoint, ignore=ignore)
     if strict:
-        report.check(str(checkpoint.folder))
+        _check(report, str(checkpoint.folder), checkpoint)
     homes = ModelHomes(model, Names(family_in(checkpoint)))
     own, inside = homes.by_runner(keys_without(checkpoint, ignore))
     what = str(checkpoint.folder)
@@ -74,10 +75,29 @@ def load_model(
 
 def family_in(checkpoint: Checkpoint) -> Family:
     """The checkpoint's family; LoadError names the known ones when it is none of them."""
+    model_type = moe_part(checkpoint.config).get("model_type", "")
+    if not isinstance(model_type, str):
+        raise LoadError(f"{checkpoint.folder}: model_type {model_type!r:.80} is no text")
     try:
-        return family_of(moe_part(checkpoint.config).get("model_type", ""))
+        return family_of(model_type)
     except ValueError as error:
         raise LoadError(f"{checkpoint.folder}: {error}") from error
+
+
+def likeness(checkpoint: Checkpoint) -> str:
+    """Which other families the tensors look like; empty where the checkpoint's own is one."""
+    like = families_like(checkpoint.tensors)
+    model_type = moe_part(checkpoint.config).get("model_type")
+    if not like or model_type in like:
+        return ""
+    return f"; config.json says {model_type}, the tensors look like {', '.join(like[:6])}"
+
+
+def _check(report: LoadReport, what: str, checkpoint: Checkpoint) -> None:
+    try:
+        report.check(what)
+    except LoadError as error:
+        raise LoadError(f"{error}{likeness(checkpoint)}") from None
 
 
 def judge_model(

@@ -26,11 +26,6 @@ def reset_peak(device: torch.device) -> None:
         _CLEAR_REFS.write_text("5")
 
 
-def available_bytes() -> int | None:
-    """Memory that new processes can get; None where the system does not tell."""
-    return _kilobytes(Path("/proc/meminfo"), "MemAvailable")
-
-
 def _kilobytes(path: Path, field: str) -> int | None:
     if not path.exists():
         return None

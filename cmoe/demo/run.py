@@ -11,10 +11,10 @@ from typing import TextIO
 from cmoe.checkpoint.folder import Checkpoint, open_checkpoint
 from cmoe.checkpoint.load import family_in
 from cmoe.demo.measurement import Measurement
-from cmoe.demo.memory import available_bytes
 from cmoe.demo.options import DemoOptions
 from cmoe.demo.progress import Progress
 from cmoe.demo.seeded import write_seeded_checkpoint
+from cmoe.machine import available_bytes
 
 _PROCESS_BYTES = 1_000_000_000
 """What a process takes for torch with transformers, beside the weights."""

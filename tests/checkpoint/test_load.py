@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from cmoe.checkpoint.folder import Checkpoint, open_checkpoint
 from cmoe.checkpoint.load import load_layer, load_model
 from tests.layers import HIDDEN, NUM_EXPERTS, config_of, expert_tensors, layer_of, x_of
 
-PREFIXES = ("mlp", "model.layers.0.mlp", "mtp.0.model.layers.3.mlp")
+PREFIXES = ("", "mlp", "model.layers.0.mlp", "mtp.0.model.layers.3.mlp")
 
 
 def saved(
@@ -49,11 +50,57 @@ def bits(module: nn.Module) -> dict[str, list[int]]:
     return {n: t.flatten().view(torch.int32).tolist() for n, t in module.state_dict().items()}
 
 
+def turned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Transposed, gate and up columns alternating."""
+    gate, up = tensors["gate_up_proj"].chunk(2, dim=1)
+    both = torch.stack([gate, up], dim=2).flatten(1, 2)
+    return {"gate_up_proj": both.mT.contiguous(), "down_proj": tensors["down_proj"].mT.contiguous()}
+
+
+def laid_out(layout: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The block's experts under each of the names that they have in checkpoints."""
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    stacked = {
+        name: torch.stack(
+            [tensors[f"experts.{expert}.{name}.weight"] for expert in range(NUM_EXPERTS)]
+        )
+        for name in names
+    }
+    fused = {
+        "gate_up_proj": torch.cat([stacked["gate_proj"], stacked["up_proj"]], 1),
+        "down_proj": stacked["down_proj"],
+    }
+    others = {name: tensor for name, tensor in tensors.items() if "experts." not in name}
+    if layout == "numbered":
+        return others | {
+            f"experts.{expert}.{names[name]}.weight": tensors[f"experts.{expert}.{name}.weight"]
+            for expert in range(NUM_EXPERTS)
+            for name in names
+        }
+    if layout == "native":
+        native = {"w13_weight": fused["gate_up_proj"], "w2_weight": fused["down_proj"]}
+        return others | {f"routed_experts.{name}": tensor for name, tensor in native.items()}
+    if layout in ("fused", "turned", "fused, with an ending"):
+        ending = ".weight" if "ending" in layout else ""
+        fused = turned(fused) if layout == "turned" else fused
+        return others | {f"experts.{name}{ending}": tensor for name, tensor in fused.items()}
+    return tensors
+
+
+LAYOUTS = ("per expert", "numbered", "fused", "fused, with an ending", "turned", "native")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_a_layer_at_any_depth(prefix: str, tmp_path: Path) -> None:
-    tensors = block(prefix)
-    checkpoint = saved(tmp_path, {**tensors, f"{prefix}2.other.weight": torch.ones(1)})
-    runner = runner_of()
+def test_a_layer_at_any_depth(prefix: str, layout: str, tmp_path: Path) -> None:
+    start = f"{prefix}." if prefix else ""
+    original = {n.removeprefix("mlp."): t for n, t in block("mlp").items()}
+    tensors = {f"{start}{name}": t for name, t in laid_out(layout, original).items()}
+    others = {f"{prefix}2.other.weight": torch.ones(1)} if prefix else {}
+    checkpoint = saved(tmp_path, {**tensors, **others})
+    declared = cmoe.CheckpointLayout(transposed=layout == "turned", interleaved=layout == "turned")
+    gate = cmoe.GateLinear(HIDDEN, NUM_EXPERTS)
+    runner = layer_of(config_of(layout=declared), gate=gate)
     nan_filled(runner)
     pointers = [p.data_ptr() for p in runner.parameters()]
     report = load_layer(runner, checkpoint, prefix)
@@ -61,9 +108,34 @@ def test_a_layer_at_any_depth(prefix: str, tmp_path: Path) -> None:
     assert not report.slots_unwritten
     assert [p.data_ptr() for p in runner.parameters()] == pointers
     expected = runner_of("expected")
-    expected.load_weights({n.removeprefix(f"{prefix}."): t for n, t in tensors.items()})
+    expected.load_weights(original)
     x = x_of(7)
     assert torch.equal(runner(x), expected(x))
+
+
+# Layouts of the field that need a format of their own, or a merge: named, never passed over.
+FOREIGN = (
+    *("experts.gate_up_proj_blocks", "experts.gate_up_proj_scales", "experts.down_proj_bias"),
+    *("experts.0.gate_proj.weight_scale_inv", "experts.0.up_proj.qweight"),
+    *("experts.0.up_proj.scales", "experts.0.up_proj.qzeros", "experts.0.w1.weight_scale"),
+    *("experts.base_layer.lora_A.weight", "experts.lora_B.weight", "experts.fc1.weight"),
+    *("input_linear.weight", "output_linear.weight", "experts.0.norm.weight"),
+)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_expert_tensor_without_a_home_is_named(name: str, tmp_path: Path) -> None:
+    tensors = {**block("mlp"), f"mlp.{name}": torch.ones(4)}
+    checkpoint, runner = saved(tmp_path, tensors), runner_of()
+    model = nn.ModuleDict({"mlp": runner})
+    for load in (
+        lambda: load_layer(runner, checkpoint, "mlp"),
+        lambda: load_model(model, checkpoint),
+        lambda: runner.load_weights(tensors),
+        lambda: runner.load_weights(iter(tensors.items())),
+    ):
+        with pytest.raises(LoadError, match=rf"no home for mlp\.{re.escape(name)}"):
+            load()
 
 
 def test_loading_again_gives_the_other_weights(tmp_path: Path) -> None:
@@ -126,7 +198,25 @@ def test_a_prefix_that_is_not_there(tmp_path: Path) -> None:
         load_layer(runner_of(), checkpoint, "mlp")
 
 
-@pytest.mark.parametrize("model_type", ["llama", "", None])
+@pytest.mark.parametrize("model_type", [None, [], {"a": 1}, 7])
+def test_a_model_type_that_is_none(model_type: Any, tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, block("mlp"), model_type)
+    with pytest.raises(LoadError, match=r"model_type .* is no text"):
+        load_layer(runner_of(), checkpoint, "mlp")
+
+
+def test_the_family_that_the_tensors_look_like(tmp_path: Path) -> None:
+    tensors = {**block("mlp"), "mlp.e_score_correction_bias": torch.ones(NUM_EXPERTS)}
+    checkpoint = saved(tmp_path, tensors)
+    message = r"no home for mlp\.e_score_correction_bias; config\.json says qwen3_moe, the tensors"
+    with pytest.raises(LoadError, match=message) as raised:
+        load_layer(runner_of(), checkpoint, "mlp")
+    assert "minimax_m2" in str(raised.value)
+    with pytest.raises(LoadError, match="the tensors look like"):
+        load_model(nn.ModuleDict({"mlp": runner_of("whole")}), checkpoint)
+
+
+@pytest.mark.parametrize("model_type", ["llama", ""])
 def test_a_checkpoint_of_another_family(model_type: Any, tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, block("mlp"), model_type)
     message = rf"model_type {model_type!r} is not in the table.*known: qwen3_moe, mixtral"

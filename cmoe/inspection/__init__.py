@@ -1,0 +1,1 @@
+"""`cmoe inspect`: what a checkpoint is, from its headers alone."""
