@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS_VENV := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench check check-asan format clean
+.PHONY: help demo test bench check check-asan docs format clean
 
 help:
 	@echo 'make demo [MODEL=FOLDER]  run a MoE checkpoint through cmoe, compared with transformers'
@@ -14,6 +15,7 @@ help:
 	@echo 'make bench                the layer beside its peers, the quick form'
 	@echo 'make check                lint, format, types, house rules'
 	@echo 'make check-asan           the CPU kernels under the address and thread sanitizers'
+	@echo 'make docs                 the documentation, into build/docs; needs no torch'
 	@echo 'make format               let ruff sort imports, lay out the code'
 	@echo 'make clean                remove .venv with what builds leave behind'
 
@@ -35,15 +37,23 @@ check: $(INSTALLED)
 check-asan: $(INSTALLED)
 	$(BIN)/pytest tests/custom_ops/cpu/test_sanitizers.py
 
+docs: $(DOCS_VENV)/.installed
+	$(DOCS_VENV)/bin/mkdocs build --strict
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix --select I
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo 'Setting up $(VENV), once: pip fetches torch first, which is most of the wait'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DOCS_VENV)/.installed: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -r docs/requirements.txt
 	@touch $@
