@@ -31,13 +31,20 @@ class Greedy:
         self._model = model
         self._prompt = prompt
         self._num_steps = num_steps
-        self._cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + num_steps)
+        length = prompt.shape[1] + num_steps
+        try:
+            self._cache = StaticCache(config=model.config, max_cache_len=length)
+        except (KeyError, ValueError) as error:
+            raise _without_static_cache(model, error) from error
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._token = prompt[:, :1].clone()
         self.run_eager()
-        with torch.no_grad():
-            self._step(self._token)  # The cache's layers get their memory in a first call.
+        try:
+            with torch.no_grad():
+                self._step(self._token)  # The cache's layers get their memory in a first call.
+        except ValueError as error:
+            raise _without_static_cache(model, error) from error
 
     def run_eager(self) -> None:
         """From now on calls are not compiled."""
@@ -77,3 +84,8 @@ class Greedy:
             **{self._cache_name: self._cache},
         )
         return output.logits[0, -1]
+
+
+def _without_static_cache(model: nn.Module, error: Exception) -> ValueError:
+    name = type(model).__name__
+    return ValueError(f"the demo generates on a static cache, which {name} does not take ({error})")

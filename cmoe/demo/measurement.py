@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cmoe.checkpoint.folder import Checkpoint
+from cmoe.config import moe_part
 from cmoe.demo.client import Worker
 from cmoe.demo.options import DemoOptions
 from cmoe.demo.progress import Progress
@@ -34,11 +35,6 @@ class Measurement:
         self._work = work
         self._progress = progress
         self._num_workers = 0
-        generator = torch.Generator().manual_seed(options.seed)
-        size = (options.num_prompt_tokens,)
-        self._prompt = torch.randint(
-            int(checkpoint.config["vocab_size"]), size, generator=generator
-        ).tolist()
 
     def run(self) -> tuple[str, list[Verdict]]:
         """The table, the checks."""
@@ -101,13 +97,13 @@ class Measurement:
                 largest_difference=errors[1].largest,
             ),
         ]
-        table = render(rows, num_prompt_tokens=len(self._prompt))
+        table = render(rows, num_prompt_tokens=self._options.num_prompt_tokens)
         return f"{table}\n\n{self._legend(warm)}", verdicts
 
     def _legend(self, warm: dict[str, Any]) -> str:
-        options, config = self._options, self._checkpoint.config
+        options, part = self._options, moe_part(self._checkpoint.config)
         return (
-            f"{config['model_type']}, {config['num_hidden_layers']} layers, "
+            f"{part['model_type']}, {part.get('num_hidden_layers', '?')} layers, "
             f"{self._checkpoint.num_bytes() / 1e6:.0f} MB on disk, {options.dtype}, "
             f"{options.device}, {torch.get_num_threads()} threads; medians, the two models in "
             "turn. A graph holds the whole model (fullgraph=True): prefill is one, decode another. "
@@ -166,7 +162,8 @@ class Measurement:
                     "is_cmoe": name == "cmoe",
                     "dtype": dtype,
                     "device": options.device,
-                    "prompt": self._prompt,
+                    "seed": options.seed,
+                    "num_prompt_tokens": options.num_prompt_tokens,
                     "num_steps": options.num_tokens,
                 }
                 answer = worker.ask("load", request)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from cmoe.integrations.transformers import from_pretrained
+from cmoe.integrations.transformers.pretrained import model_class
 
 
 def load_transformers(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """transformers' own model, by from_pretrained."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    """transformers' own model, by its from_pretrained, on the experts that run at any size."""
+    cls = model_class(AutoConfig.from_pretrained(folder))
+    model = cls.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, experts_implementation="eager"
+    )
     return model.to(device).eval()
 
 

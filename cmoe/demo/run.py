@@ -10,10 +10,12 @@ from typing import TextIO
 
 from cmoe.checkpoint.folder import Checkpoint, open_checkpoint
 from cmoe.checkpoint.load import family_in
+from cmoe.config import moe_part
 from cmoe.demo.measurement import Measurement
 from cmoe.demo.options import DemoOptions
 from cmoe.demo.progress import Progress
 from cmoe.demo.seeded import write_seeded_checkpoint
+from cmoe.families import SWITCH_ONLY
 from cmoe.machine import available_bytes
 
 _PROCESS_BYTES = 1_000_000_000
@@ -35,7 +37,8 @@ def run_demo(options: DemoOptions, out: TextIO, err: TextIO) -> int:
     with tempfile.TemporaryDirectory(prefix="cmoe-demo-") as temporary:
         folder = _model_folder(options, Path(temporary), progress)
         checkpoint = open_checkpoint(folder)
-        family_in(checkpoint)
+        if moe_part(checkpoint.config).get("model_type") not in tuple(SWITCH_ONLY):
+            family_in(checkpoint)
         _check_memory(checkpoint)
         table, verdicts = Measurement(options, checkpoint, Path(temporary), progress).run()
     out.write(f"\n{table}\n\n")

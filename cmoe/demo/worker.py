@@ -16,15 +16,16 @@ from typing import Any, TextIO
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from torch._dynamo.utils import counters
 from transformers.utils import logging
 
-from cmoe.config import MoEConfig
 from cmoe.custom_ops.backends import LayerSpec, choose_backend
 from cmoe.demo.greedy import Greedy
 from cmoe.demo.memory import peak_bytes, reset_peak
 from cmoe.demo.models import load_cmoe, load_transformers
 from cmoe.demo.peer import Mode, Peer
+from cmoe.runner import MoERunner
 
 Answer = dict[str, Any]
 
@@ -33,21 +34,27 @@ class Arm:
     """One model under measurement. Each public method answers one kind of request."""
 
     def load(self, request: Answer) -> Answer:
-        """folder, is_cmoe, dtype, device, prompt, num_steps -> seconds; the cache is ready then."""
+        """folder, is_cmoe, dtype, device, seed, num_prompt_tokens, num_steps -> seconds, backend.
+
+        The cache is ready then.
+        """
         self._device = torch.device(request["device"])
         dtype = getattr(torch, request["dtype"])
         is_cmoe, folder = request["is_cmoe"], Path(request["folder"])
         start = time.perf_counter()
         self._model = (load_cmoe if is_cmoe else load_transformers)(folder, dtype, self._device)
         seconds = time.perf_counter() - start
-        prompt = torch.tensor([request["prompt"]], device=self._device)
+        size = (1, request["num_prompt_tokens"])
+        vocabulary = self._model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(request["seed"])
+        prompt = torch.randint(vocabulary, size, generator=generator).to(self._device)
         self._greedy = Greedy(self._model, prompt, request["num_steps"])
         self._modes: tuple[Mode, Mode] | None = None
         self._peer = None if is_cmoe else Peer(self._model, self._greedy)
         if self._peer is not None:
             self._peer.use(Mode(implementation="eager", compiled=False))
         self._peak_bytes = peak_bytes(self._device)
-        backend = _backend(self._model.config, dtype, self._device) if is_cmoe else ""
+        backend = _backend(self._model) if is_cmoe else ""
         return {"seconds": seconds, "backend": backend}
 
     def compile(self, request: Answer) -> Answer:
@@ -105,12 +112,15 @@ class Arm:
         return {"bytes": max(known, default=None), "num_graphs": num_graphs}
 
 
-def _backend(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+def _backend(model: nn.Module) -> str:
     """The backend that the model's layers run on."""
-    moe = MoEConfig.from_hf(config)
+    runners = (module for module in model.modules() if isinstance(module, MoERunner))
+    if (runner := next(runners, None)) is None:
+        return "by the experts switch"
+    moe, weight = runner.config, runner.routed_experts.w13_weight
     spec = LayerSpec(
-        device=device,
-        dtype=dtype,
+        device=weight.device,
+        dtype=weight.dtype,
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         hidden_size=moe.padded_hidden_size(),

@@ -68,7 +68,8 @@ def test_a_worker_says_why_it_failed(tmp_path: Path) -> None:
         "is_cmoe": True,
         "dtype": "float32",
         "device": "cpu",
-        "prompt": [1, 2],
+        "seed": 0,
+        "num_prompt_tokens": 2,
         "num_steps": 2,
     }
     with Worker(compile_cache=tmp_path / "cache", log=tmp_path / "log") as worker:

@@ -45,7 +45,7 @@ def from_pretrained(
     checkpoint = open_checkpoint(folder)
     hf_config = AutoConfig.from_pretrained(folder)
     dtype = dtype or hf_config.dtype or torch.get_default_dtype()
-    cls = _model_class(hf_config)
+    cls = model_class(hf_config)
     if (reason := SWITCH_ONLY.get(moe_part(hf_config).model_type)) is not None:
         register()
         logger.warning("%s is loaded by transformers: %s", folder, reason)
@@ -73,10 +73,10 @@ def empty_model(folder: str | Path) -> PreTrainedModel:
     """The model on the meta device, its blocks as transformers has them: for looking at it."""
     hf_config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        return _model_class(hf_config)._from_config(hf_config)
+        return model_class(hf_config)._from_config(hf_config)
 
 
-def _model_class(hf_config: Any) -> Any:
+def model_class(hf_config: Any) -> Any:
     """The class that saved the model, where config.json tells; else the one for causal LMs."""
     for name in hf_config.architectures or ():
         cls = getattr(transformers, name, None)
