@@ -107,3 +107,69 @@ def test_the_peak(layout: str, dtype: str, arguments: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     weights, taken = map(int, done.stdout.split())
     assert 0.99 * weights < taken <= MAX_RATIO * weights, taken / weights
+
+
+PRETRAINED = """
+import sys
+import torch
+from cmoe.demo.memory import peak_bytes, reset_peak
+from cmoe.integrations.transformers import from_pretrained
+
+cpu = torch.device("cpu")
+from_pretrained(sys.argv[1])
+reset_peak(cpu)
+before = peak_bytes(cpu)
+model = from_pretrained(sys.argv[2])
+print(sum(p.nbytes for p in model.parameters()), peak_bytes(cpu) - before)
+"""
+
+
+def whole_model(num_experts: int, hidden: int, intermediate: int) -> dict[str, list[int]]:
+    """Names and shapes of a Qwen3-MoE."""
+    shapes = {"model.embed_tokens.weight": [64, hidden], "lm_head.weight": [64, hidden]}
+    shapes["model.norm.weight"] = [hidden]
+    experts = shapes_of("per expert", num_experts, hidden, intermediate)
+    shapes |= {f"model.layers.{name}": shape for name, shape in experts.items() if "mlp" in name}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.mlp.gate.weight"] = [num_experts, hidden]
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}.{norm}.weight"] = [hidden]
+        for name in ("q", "k", "v", "o"):
+            shapes[f"{prefix}.self_attn.{name}_proj.weight"] = [hidden, hidden]
+        for name in ("q", "k"):
+            shapes[f"{prefix}.self_attn.{name}_norm.weight"] = [hidden]
+    return shapes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc/self/clear_refs")
+def test_the_peak_of_from_pretrained(tmp_path: Path) -> None:
+    folders = []
+    for name, sizes in {"small": (2, 8, 4), "large": (NUM_EXPERTS, HIDDEN, INTERMEDIATE)}.items():
+        folder = write_zeros(tmp_path / name, whole_model(*sizes), "F32")
+        num_experts, hidden, intermediate = sizes
+        config = {
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "hidden_size": hidden,
+            "moe_intermediate_size": intermediate,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": hidden,
+            "vocab_size": 64,
+            "hidden_act": "silu",
+            "norm_topk_prob": True,
+            "dtype": "float32",
+            "tie_word_embeddings": False,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        folders.append(str(folder))
+    command = [sys.executable, "-c", PRETRAINED, *folders]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    weights, taken = map(int, done.stdout.split())
+    assert 0.99 * weights < taken <= MAX_RATIO * weights, taken / weights
