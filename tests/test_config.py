@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from cmoe.activation import Activation
-from cmoe.config import CheckpointLayout, MoEConfig, ParallelConfig, QuantConfig, RouterConfig
+from cmoe.config import (
+    CheckpointLayout,
+    MoEConfig,
+    ParallelConfig,
+    QuantConfig,
+    RouterConfig,
+    moe_part,
+)
 
 SIZES = dict(num_experts=8, top_k=2, hidden_size=16, intermediate_size=12)
 
@@ -358,3 +365,84 @@ def test_the_routed_scale_acts_in_one_place(on_output: bool) -> None:
     router = RouterConfig(routed_scaling_factor=2.5, apply_routed_scale_to_output=on_output)
     scales = (router.scale_on_weights(), router.scale_on_output())
     assert scales == ((1.0, 2.5) if on_output else (2.5, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("entries", "match"),
+    [
+        ({"num_experts": True}, "num_experts must be a positive int, got True"),
+        ({"num_experts": "16"}, "num_experts must be a positive int, got '16'"),
+        ({"num_experts_per_tok": 4.0}, "top_k must be a positive int, got 4.0"),
+        ({"hidden_size": [32]}, r"hidden_size must be a positive int, got \[32\]"),
+        ({"norm_topk_prob": "false"}, "renormalize must be True or False, got 'false'"),
+        ({"norm_topk_prob": 1}, "renormalize must be True or False, got 1"),
+        ({"hidden_act": []}, r"the activation of qwen3_moe must be a name, got \[\]"),
+        ({"hidden_act": None}, "the activation of qwen3_moe must be a name, got None"),
+        ({"dtype": "flaot16"}, "dtype of the Hugging Face config is 'flaot16', which torch does"),
+        ({"dtype": 16}, "dtype of the Hugging Face config is 16, which torch does not have"),
+        ({"dtype": "int8"}, "params_dtype must be a float dtype, got torch.int8"),
+        ({"model_type": []}, r"model_type of the Hugging Face config must be a string, got \[\]"),
+    ],
+    ids=str,
+)
+def test_nonsense_in_a_config(entries: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        MoEConfig.from_hf({**QWEN3, **entries})
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "match"),
+    [
+        (DEEPSEEK, {"n_group": True}, "num_expert_group must be an int, got True"),
+        (DEEPSEEK, {"routed_scaling_factor": "2.5"}, "factor must be finite, got '2.5'"),
+        (DEEPSEEK, {"routed_scaling_factor": True}, "factor must be finite, got True"),
+        (GPT_OSS, {"swiglu_limit": "7"}, "activation limit must be a number, got '7'"),
+        (GPT_OSS, {"swiglu_alpha": True}, "activation alpha must be a number, got True"),
+    ],
+    ids=str,
+)
+def test_nonsense_in_routing_or_activation(
+    family: dict[str, Any], entries: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        MoEConfig.from_hf({**family, **entries})
+
+
+@pytest.mark.parametrize("nonsense", [None, [], "qwen3_moe", 3])
+def test_what_is_no_config_at_all(nonsense: Any) -> None:
+    with pytest.raises(ValueError, match="the Hugging Face config has no 'model_type'"):
+        MoEConfig.from_hf(nonsense)
+
+
+def test_the_part_that_has_experts() -> None:
+    outer = {"model_type": "some_vl", "dtype": "bfloat16", "text_config": QWEN3, "seed": 3}
+    assert moe_part(outer) is QWEN3
+    config = MoEConfig.from_hf(outer)
+    assert config == dataclasses.replace(EXPECTED["qwen3_moe"], params_dtype=torch.bfloat16)
+    deeper = {"model_type": "omni", "thinker_config": {"model_type": "thinker", "text": QWEN3}}
+    assert moe_part(deeper) is QWEN3
+
+
+def test_several_parts_with_experts() -> None:
+    outer = {"model_type": "omni", "a": QWEN3, "b": MIXTRAL}
+    with pytest.raises(ValueError, match="several parts with experts: qwen3_moe, mixtral; give on"):
+        MoEConfig.from_hf(outer)
+
+
+def test_a_choice_that_the_row_does_not_have() -> None:
+    deepseek_v2 = {**DEEPSEEK, "model_type": "deepseek_v2", "topk_method": "noaux_tc"}
+    with pytest.raises(
+        ValueError, match="topk_method of the Hugging Face config is 'noaux_tc'; ch"
+    ):
+        MoEConfig.from_hf(deepseek_v2)
+    grouped = MoEConfig.from_hf({**deepseek_v2, "topk_method": "group_limited_greedy"}).router
+    assert (grouped.num_expert_group, grouped.topk_group, grouped.renormalize) == (8, 4, False)
+    greedy = MoEConfig.from_hf({**deepseek_v2, "topk_method": "greedy", "n_group": None}).router
+    assert not greedy.use_grouped_topk
+
+
+def test_experts_without_a_gate() -> None:
+    nemotron = {**DEEPSEEK, "model_type": "nemotron_h", "mlp_hidden_act": "relu2"}
+    assert MoEConfig.from_hf(nemotron).activation == Activation(name="relu2_no_mul")
+    assert MoEConfig.from_hf({**nemotron, "moe_latent_size": None}).hidden_size == 32
+    assert MoEConfig.from_hf({**nemotron, "moe_latent_size": 16}).hidden_size == 16

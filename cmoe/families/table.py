@@ -288,6 +288,7 @@ _HY_V4 = replace(
     model_type="hy_v4",
     block="HYV4MoE",
     activation={"name": "silu", "limit": Attr("swiglu_limit")},
+    renames=((".linear_gate.", ".gate_proj."),),
 )
 _SIGMOID_IN_GROUPS: tuple[Family, ...] = (
     _DEEPSEEK_V3,
@@ -321,7 +322,7 @@ _SIGMOID_IN_GROUPS: tuple[Family, ...] = (
     ),
     _HY_V4,
     replace(_HY_V4, model_type="hy_v4_vl_text", block="HYV4VLMoE"),
-    replace(_HY_V4, model_type="glm5_next_text", block="Glm5NextTextMoE"),
+    replace(_HY_V4, model_type="glm5_next_text", block="Glm5NextTextMoE", renames=()),
     replace(
         _DEEPSEEK_V3,
         model_type="beam",

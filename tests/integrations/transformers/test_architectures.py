@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import cmoe
-from cmoe.families import FAMILIES, SWITCH_ONLY
+from cmoe.config import MoEConfig
+from cmoe.families import FAMILIES, SWITCH_ONLY, Family, family_of
 from cmoe.integrations.transformers import replace_moe
 from cmoe.integrations.transformers.blocks import find_blocks
+from cmoe.runner import MoERunner
 from tests.integrations.transformers import test_fused_form, walk
 from tests.integrations.transformers.architectures import ARCHITECTURES, LAYERS, model_class, tiny
 from tests.integrations.transformers.walk import SERVED
@@ -98,3 +101,57 @@ def test_what_is_saved_loads_in_transformers(architecture: str, way: str, tmp_pa
 def test_what_transformers_saved_loads(architecture: str, way: str, tmp_path: Path) -> None:
     error = walk.load_error(architecture, way, tmp_path)
     assert error <= BUDGET or error <= LOSSES * walk.rounding(architecture)[0]
+
+
+REPLACED = [architecture for architecture, way in SERVED if way == "replace"]
+replaced = pytest.mark.parametrize("architecture", REPLACED)
+
+
+@replaced
+def test_a_saved_config_describes_the_layer(architecture: str, tmp_path: Path) -> None:
+    config = tiny(architecture).config
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert MoEConfig.from_hf(saved) == MoEConfig.from_hf(config)
+
+
+# Its files name a block's tensors beside those of the layer, under no name of their own.
+WITHOUT_A_NAME_IN_FILES = ("mistral_large4",)
+# From its own files the text model is not loaded alone; its whole model's are transposed.
+WITHOUT_FILES_OF_ITS_OWN = ("qwen3_vl_moe",)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [a for a in REPLACED if a not in WITHOUT_A_NAME_IN_FILES + WITHOUT_FILES_OF_ITS_OWN],
+)
+@torch.no_grad()
+def test_runners_load_the_names_of_checkpoints(architecture: str, tmp_path: Path) -> None:
+    """Through the row alone: its renames, then its names in a runner."""
+    eager, model = walk.pair(architecture, "replace")
+    eager.save_pretrained(tmp_path)
+    walk.scramble(model)
+    for name, runner in model.named_modules():
+        if isinstance(runner, MoERunner):
+            runner.load_weights(of_block(tmp_path, name, family_of(model.config.model_type)))
+    for path, tensor in eager.state_dict().items():
+        if any(path.startswith(f"{block.path}.") for block in find_blocks(eager)):
+            assert torch.equal(model.state_dict()[path], tensor), path
+
+
+def of_block(folder: Path, path: str, family: Family) -> dict[str, torch.Tensor]:
+    """The tensors of one block in a checkpoint, under names that its runner knows."""
+    found = {}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        for theirs, ours in family.renames:
+            key = key.replace(theirs, ours)
+        if not key.startswith(f"{path}."):
+            continue
+        name = key.removeprefix(f"{path}.")
+        for theirs, ours in family.runner_names():
+            # Names of experts are the runner's own business.
+            if not theirs.startswith("experts.") and name.startswith(theirs):
+                name = f"{ours}{name.removeprefix(theirs)}"
+                break
+        found[name] = tensor.flatten() if name.endswith("correction_bias") else tensor
+    return found

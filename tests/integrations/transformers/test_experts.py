@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import profile
 from transformers import GptOssConfig, MixtralConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -21,6 +23,7 @@ from cmoe.custom_ops.backends import (
     register_backend,
     unregister_backend,
 )
+from cmoe.custom_ops.cpu import build
 from cmoe.custom_ops.fused_experts import fused_experts_reference
 from cmoe.custom_ops.route import route
 from cmoe.errors import UnsupportedError
@@ -330,3 +333,63 @@ def test_a_class_from_outside_uses_the_interface() -> None:
     every = torch.einsum("ehi,tei->teh", experts.down_proj, h)
     expected = (every.gather(1, ids[..., None].expand(-1, -1, H)) * scores[..., None]).sum(1)
     assert relative_error(run(experts, "cmoe", x, ids, scores), expected) <= 1e-5
+
+
+@COMPILED
+@pytest.mark.parametrize("make", [mixtral, gpt_oss, normed])
+def test_gradcheck(make: Callable[[], nn.Module], compiled: bool) -> None:
+    """Of every tensor that a call depends on, in float64."""
+    experts = make().double()
+    _, ids, scores = arguments(5)
+    leaves = [torch.randn(5, H, dtype=torch.float64), scores.double()]
+    names = [name for name, _ in experts.named_parameters()]
+    leaves += [p.detach().clone() for p in experts.parameters()]
+    experts.config._experts_implementation = "cmoe"
+
+    def call(x: Tensor, scores: Tensor, *parameters: Tensor) -> Tensor:
+        state = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(experts, state, (x, ids, scores))
+
+    function = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    inputs = tuple(leaf.requires_grad_() for leaf in leaves)
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+
+
+@COMPILED
+@EXPERTS
+def test_frozen_experts_cost_no_weight_gradient(make, compiled: bool) -> None:
+    """No product of the weights' size is formed, not only none is kept."""
+    experts = make().requires_grad_(False)
+    x, ids, scores = arguments()
+    x.requires_grad_()
+    y = run(experts, "cmoe", x, ids, scores, compiled=compiled)
+    with profile() as events:
+        y.sum().backward()
+    ran = {event.key for event in events.key_averages()}
+    assert "cmoe::grouped_mm" in ran
+    assert "cmoe::grouped_mm_weight_grad" not in ran
+    experts.requires_grad_(True)
+    y = run(experts, "cmoe", x, ids, scores, compiled=compiled)
+    with profile() as events:
+        y.sum().backward()
+    assert "cmoe::grouped_mm_weight_grad" in {event.key for event in events.key_averages()}
+
+
+COPIES = ("aten::clone", "aten::contiguous", "aten::copy_", "aten::_to_copy")
+
+
+@pytest.mark.skipif(build.load() is not None, reason="no compiler for the cpu backend")
+@EXPERTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 64])
+@torch.no_grad()
+def test_weights_are_used_where_they_lie(make, dtype: torch.dtype, num_tokens: int) -> None:
+    """gpt-oss keeps its weights transposed, gate and up rows alternating."""
+    experts = make().to(dtype)
+    x, ids, scores = arguments(num_tokens)
+    run(experts, "cmoe", x.to(dtype), ids, scores)
+    with profile(record_shapes=True) as events:
+        run(experts, "cmoe", x.to(dtype), ids, scores)
+    assert "cmoe_cpu::fused_experts" in {event.key for event in events.key_averages()}
+    shapes = [e.input_shapes for e in events.events() if e.name in COPIES]
+    assert not any(len(shape) == 3 for of_event in shapes for shape in of_event)

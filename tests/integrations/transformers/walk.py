@@ -129,13 +129,14 @@ def load_error(architecture: str, way: str, folder: Path) -> float:
     eager, model = pair(architecture, way)
     if way == "switch":
         return _reload_error(eager, eager, folder, "cmoe")
-    _scramble(model)
+    scramble(model)
     model.load_state_dict(eager.state_dict())
     ids = token_ids()
     return difference(output(model, ids), output(eager, ids))
 
 
-def _scramble(model: nn.Module) -> None:
+def scramble(model: nn.Module) -> None:
+    """Puts other values into everything that is saved."""
     for tensor in model.state_dict(keep_vars=True).values():
         tensor.data.fill_(7)
 
