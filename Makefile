@@ -7,12 +7,13 @@ INSTALLED := $(VENV)/.installed
 DOCS_VENV := .venv-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench check check-asan docs format clean
+.PHONY: help demo test bench families check check-asan docs format clean
 
 help:
 	@echo 'make demo [MODEL=FOLDER]  run a MoE checkpoint through cmoe, compared with transformers'
 	@echo 'make test                 the tests'
 	@echo 'make bench                the layer beside its peers, the quick form'
+	@echo 'make families             docs/families.md: each model family, measured anew'
 	@echo 'make check                lint, format, types, house rules'
 	@echo 'make check-asan           the CPU kernels under the address and thread sanitizers'
 	@echo 'make docs                 the documentation, into build/docs; needs no torch'
@@ -27,6 +28,10 @@ test: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench run quick
+
+families: $(INSTALLED)
+	$(BIN)/python -m tests.integrations.transformers.families_table > families.md.new
+	mv families.md.new docs/families.md
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

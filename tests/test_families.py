@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +77,30 @@ def test_the_names_of_a_runner() -> None:
 def test_a_routers_bias_has_a_place(family: Family) -> None:
     has_bias = family.router.get("e_score_correction_bias", False)
     assert has_bias == (family.modules.correction_bias is not None)
+
+
+DOCS = (Path(__file__).parents[1] / "docs" / "families.md").read_text("utf-8")
+MEASURED_NOWHERE = {"dots3_note_vision_encoder"}  # It takes images.
+
+
+def test_the_docs_have_a_line_for_every_family() -> None:
+    """`make families` writes them anew."""
+    in_docs = set(re.findall(r"^\| `(\w+)` ", DOCS, flags=re.MULTILINE))
+    assert in_docs == {f.model_type for f in FAMILIES} | {*SWITCH_ONLY} - MEASURED_NOWHERE
+    for model_type in {*SWITCH_ONLY} - MEASURED_NOWHERE:
+        assert SWITCH_ONLY[model_type] in DOCS
+
+
+def test_the_readme_counts_the_families() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    switched = len(SWITCH_ONLY) - len(MEASURED_NOWHERE)
+    assert f"{len(FAMILIES)} whole, {switched} more by the switch" in readme
+    assert f"## {len(FAMILIES)} families whole" in DOCS
+
+
+def test_the_row_that_contributing_shows_is_the_tables() -> None:
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
+    _, _, example = text.partition("## Add a model family")
+    shown = textwrap.dedent(example.partition("```python\n")[2].partition("```")[0])
+    table = Path(sys.modules[family_of.__module__].__file__ or "").read_text("utf-8")
+    assert textwrap.indent(shown.strip(), "    ") in table

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import cmoe
+from cmoe.checkpoint import load_layer, open_checkpoint
 from cmoe.config import MoEConfig
-from cmoe.families import FAMILIES, SWITCH_ONLY, Family, family_of
+from cmoe.families import FAMILIES, SWITCH_ONLY
 from cmoe.integrations.transformers import replace_moe
 from cmoe.integrations.transformers.blocks import find_blocks
 from cmoe.runner import MoERunner
@@ -127,31 +128,14 @@ WITHOUT_FILES_OF_ITS_OWN = ("qwen3_vl_moe",)
 )
 @torch.no_grad()
 def test_runners_load_the_names_of_checkpoints(architecture: str, tmp_path: Path) -> None:
-    """Through the row alone: its renames, then its names in a runner."""
+    """By the row alone, without transformers' own conversions."""
     eager, model = walk.pair(architecture, "replace")
     eager.save_pretrained(tmp_path)
     walk.scramble(model)
+    checkpoint = open_checkpoint(tmp_path)
     for name, runner in model.named_modules():
         if isinstance(runner, MoERunner):
-            runner.load_weights(of_block(tmp_path, name, family_of(model.config.model_type)))
+            load_layer(runner, checkpoint, name)
     for path, tensor in eager.state_dict().items():
         if any(path.startswith(f"{block.path}.") for block in find_blocks(eager)):
             assert torch.equal(model.state_dict()[path], tensor), path
-
-
-def of_block(folder: Path, path: str, family: Family) -> dict[str, torch.Tensor]:
-    """The tensors of one block in a checkpoint, under names that its runner knows."""
-    found = {}
-    for key, tensor in load_file(folder / "model.safetensors").items():
-        for theirs, ours in family.renames:
-            key = key.replace(theirs, ours)
-        if not key.startswith(f"{path}."):
-            continue
-        name = key.removeprefix(f"{path}.")
-        for theirs, ours in family.runner_names():
-            # Names of experts are the runner's own business.
-            if not theirs.startswith("experts.") and name.startswith(theirs):
-                name = f"{ours}{name.removeprefix(theirs)}"
-                break
-        found[name] = tensor.flatten() if name.endswith("correction_bias") else tensor
-    return found

@@ -109,11 +109,13 @@ def rounding(architecture: str) -> tuple[float, float]:
 def _worst(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     assert set(actual) == set(expected), set(actual) ^ set(expected)
     # What is a thousand times smaller than the largest of all is what cancelling terms leave.
-    floor = 1e-3 * max(float(grad.abs().max()) for grad in expected.values())
-    return max(
-        float((actual[name] - grad).abs().max()) / max(float(grad.abs().max()), floor)
+    largest = torch.stack([grad.abs().max() for grad in expected.values()]).max()
+    floor = 1e-3 * float(largest)
+    errors = [
+        (actual[name] - grad).abs().max() / grad.abs().max().clamp_min(floor)
         for name, grad in expected.items()
-    )
+    ]
+    return float(torch.stack(errors).max())  # NaN where one is NaN
 
 
 @torch.no_grad()
@@ -125,12 +127,16 @@ def save_error(architecture: str, way: str, folder: Path) -> float:
 
 @torch.no_grad()
 def load_error(architecture: str, way: str, folder: Path) -> float:
-    """Of the logits of cmoe's run of what transformers' eager model saved, to that one's."""
+    """Of the logits of cmoe's run of what transformers' eager model saved, to that one's.
+
+    The way `replace`: into a model whose blocks are replaced already.
+    """
     eager, model = pair(architecture, way)
     if way == "switch":
         return _reload_error(eager, eager, folder, "cmoe")
+    eager.save_pretrained(folder)
     scramble(model)
-    model.load_state_dict(eager.state_dict())
+    model.load_state_dict(type(eager).from_pretrained(folder).state_dict())
     ids = token_ids()
     return difference(output(model, ids), output(eager, ids))
 
