@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import CompileConfig
 
 import cmoe
 from cmoe.checkpoint import load_layer, open_checkpoint
@@ -139,3 +140,22 @@ def test_runners_load_the_names_of_checkpoints(architecture: str, tmp_path: Path
     for path, tensor in eager.state_dict().items():
         if any(path.startswith(f"{block.path}.") for block in find_blocks(eager)):
             assert torch.equal(model.state_dict()[path], tensor), path
+
+
+# One of each routing formula, of each layout.
+GENERATED = ("qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3", "minimax_m2", "nemotron_h")
+
+
+@pytest.mark.parametrize("way", ["switch", "replace"])
+@pytest.mark.parametrize("architecture", GENERATED)
+@torch.no_grad()
+def test_generate_compiles_with_a_static_cache(architecture: str, way: str, count_compiles) -> None:
+    """As `generate` does on a GPU, where it compiles the decoding step by itself."""
+    eager, model = walk.pair(architecture, way)
+    ids = walk.token_ids(1)
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    on_cpu = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    on_cpu._compile_all_devices = True
+    tokens = model.generate(ids, cache_implementation="static", compile_config=on_cpu, **options)
+    assert torch.equal(tokens, eager.generate(ids, **options))
+    assert 1 <= count_compiles() <= 2
