@@ -74,7 +74,6 @@ def _findings(
 ) -> list[Finding]:
     """Tunes bucket after bucket; the file is brought up to date after each one."""
     from cmoe.custom_ops.triton.fused_experts import device_of
-
     from cmoe.custom_ops.triton.parameters import candidates
 
     weights = to_device(make_weights(shape, dtype, seed=0))
