@@ -6,8 +6,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DOCS_VENV := .venv-docs
 
+# The oldest torch that cmoe supports, with its Triton, whose interpreter needs an older numpy.
+OLDEST := .venv-oldest
+OLDEST_PACKAGES := torch==2.11.0 triton==3.6.0 'numpy<2.4' pytest==9.2.0
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench families check check-asan docs format clean
+.PHONY: help demo test bench families check check-asan check-triton docs format clean
 
 help:
 	@echo 'make demo [MODEL=FOLDER]  run a MoE checkpoint through cmoe, compared with transformers'
@@ -16,9 +20,10 @@ help:
 	@echo 'make families             docs/families.md: each model family, measured anew'
 	@echo 'make check                lint, format, types, house rules'
 	@echo 'make check-asan           the CPU kernels under the address and thread sanitizers'
+	@echo 'make check-triton         the Triton kernels without a GPU, by the Triton of two torch versions'
 	@echo 'make docs                 the documentation, into build/docs; needs no torch'
 	@echo 'make format               let ruff sort imports, lay out the code'
-	@echo 'make clean                remove .venv with what builds leave behind'
+	@echo 'make clean                remove .venv* with what builds leave behind'
 
 demo: $(INSTALLED)
 	$(BIN)/cmoe demo $(MODEL)
@@ -42,6 +47,10 @@ check: $(INSTALLED)
 check-asan: $(INSTALLED)
 	$(BIN)/pytest tests/custom_ops/cpu/test_sanitizers.py
 
+check-triton: $(INSTALLED) $(OLDEST)/.installed
+	$(BIN)/pytest tests/custom_ops/triton
+	$(OLDEST)/bin/pytest tests/custom_ops/triton
+
 docs: $(DOCS_VENV)/.installed
 	$(DOCS_VENV)/bin/mkdocs build --strict
 
@@ -50,7 +59,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo 'Setting up $(VENV), once: pip fetches torch first, which is most of the wait'
@@ -61,4 +70,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(DOCS_VENV)/.installed: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -r docs/requirements.txt
+	@touch $@
+
+$(OLDEST)/.installed: Makefile
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check $(OLDEST_PACKAGES)
 	@touch $@

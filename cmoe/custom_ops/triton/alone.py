@@ -24,8 +24,8 @@ def gate_up_alone(
     stride_xt, stride_xh, stride_we, stride_wn, stride_wk, up_offset,
     stride_be, stride_bn, bias_up_offset,
     num_ids, num_experts, stride_it, stride_ik, map_stride, stride_weight,
-    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
-    WEIGHT_ON_INPUT: tl.constexpr, EVEN_K: tl.constexpr,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr, IS_EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """a[r] = act(w13[e] @ x[t] + b13[e]) for one routed row r = t * K + k, BLOCK_N columns.
@@ -38,35 +38,39 @@ def gate_up_alone(
     expert = expert_of(expert_id, expert_map, map_stride, num_ids, num_experts).to(tl.int64)
     if expert < 0:
         return
-    columns = tl.program_id(0) // num_rows * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = tl.minimum(columns, intermediate - 1).to(tl.int64)
+    block_n = tl.program_id(0) // num_rows
+    WIDTH: tl.constexpr = 2 * BLOCK_N if PARTS == "pairs" else BLOCK_N
+    w_rows = block_n * WIDTH + tl.arange(0, WIDTH)
+    exists = w_rows < (2 * intermediate if PARTS == "pairs" else intermediate)
+    w_rows = w_rows.to(tl.int64)
 
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + token * stride_xt + k * stride_xh
-    w_ptrs = w13_ptr + expert * stride_we + inside[:, None] * stride_wn + k[None, :] * stride_wk
-    gates = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    w_ptrs = w13_ptr + expert * stride_we + w_rows[:, None] * stride_wn + k[None, :] * stride_wk
+    gates = tl.zeros([WIDTH, BLOCK_K], tl.float32)
+    ups = tl.zeros([WIDTH, BLOCK_K], tl.float32)
     if WEIGHT_ON_INPUT:
         scale = tl.load(topk_weights_ptr + token * stride_weight)
     for start in tl.range(0, hidden, BLOCK_K, num_stages=NUM_STAGES):
         here = k < hidden - start
-        if EVEN_K:
+        loaded = exists[:, None] & here[None, :]
+        if IS_EVEN:
             x = tl.load(x_ptrs)
             w = tl.load(w_ptrs)
         else:
             x = tl.load(x_ptrs, mask=here, other=0.0)
-            w = tl.load(w_ptrs, mask=here[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=loaded, other=0.0)
         x = x.to(tl.float32)
         if WEIGHT_ON_INPUT:
             x = (x * scale).to(x_ptr.dtype.element_ty).to(tl.float32)
-            if not EVEN_K:  # an infinite weight times the zeros past the end
+            if not IS_EVEN:  # an infinite weight times the zeros past the end
                 x = tl.where(here, x, 0.0)
         gates += w.to(tl.float32) * x[None, :]
-        if IS_GATED:
-            if EVEN_K:
+        if PARTS == "halves":
+            if IS_EVEN:
                 w = tl.load(w_ptrs + up_offset)
             else:
-                w = tl.load(w_ptrs + up_offset, mask=here[None, :], other=0.0)
+                w = tl.load(w_ptrs + up_offset, mask=loaded, other=0.0)
             ups += w.to(tl.float32) * x[None, :]
         x_ptrs += BLOCK_K * stride_xh
         w_ptrs += BLOCK_K * stride_wk
@@ -74,14 +78,17 @@ def gate_up_alone(
     gate = tl.sum(gates, 1)
     up = tl.sum(ups, 1)
     if bias_ptr is not None:
-        b_ptrs = bias_ptr + expert * stride_be + inside * stride_bn
-        gate += tl.load(b_ptrs).to(tl.float32)
-        if IS_GATED:
-            up += tl.load(b_ptrs + bias_up_offset).to(tl.float32)
-    if IS_GATED:
-        a = activated(gate, up, alpha, limit, ACTIVATION)
-    else:
+        b_ptrs = bias_ptr + expert * stride_be + w_rows * stride_bn
+        gate += tl.load(b_ptrs, mask=exists, other=0.0).to(tl.float32)
+        if PARTS == "halves":
+            up += tl.load(b_ptrs + bias_up_offset, mask=exists, other=0.0).to(tl.float32)
+    if PARTS == "pairs":
+        gate, up = tl.split(tl.reshape(gate, [BLOCK_N, 2]))
+    if PARTS == "gate":
         a = activated(gate, None, alpha, limit, ACTIVATION)
+    else:
+        a = activated(gate, up, alpha, limit, ACTIVATION)
+    columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     a_ptrs = a_ptr + row.to(tl.int64) * intermediate + columns
     tl.store(a_ptrs, a.to(a_ptr.dtype.element_ty), mask=columns < intermediate)
 
@@ -102,37 +109,39 @@ def down_alone(
     """
     token = (tl.program_id(0) % num_tokens).to(tl.int64)
     columns = tl.program_id(0) // num_tokens * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = tl.minimum(columns, hidden - 1).to(tl.int64)
+    exists = columns < hidden
+    w_rows = columns.to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     y = tl.zeros([BLOCK_N], tl.float32)
     for first in tl.static_range(0, TOP_K, SLOTS):
         slots = first + tl.arange(0, SLOTS)
-        exists = slots < TOP_K
-        ids = tl.load(ids_ptr + token * stride_it + slots * stride_ik, mask=exists, other=-1)
+        id_ptrs = ids_ptr + token * stride_it + slots * stride_ik
+        ids = tl.load(id_ptrs, mask=slots < TOP_K, other=-1)
         experts = expert_of(ids, expert_map, map_stride, num_ids, num_experts).to(tl.int64)
         used = experts >= 0
         a_ptrs = a_ptr + (token * TOP_K + slots)[:, None] * intermediate + k[None, :]
         w_ptrs = (
             w2_ptr
             + experts[:, None, None] * stride_we
-            + inside[None, :, None] * stride_wn
+            + w_rows[None, :, None] * stride_wn
             + k[None, None, :] * stride_wk
         )
         sums = tl.zeros([SLOTS, BLOCK_N, BLOCK_K], tl.float32)
         for start in tl.range(0, intermediate, BLOCK_K, num_stages=NUM_STAGES):
             here = used[:, None] & (k < intermediate - start)[None, :]
             a = tl.load(a_ptrs, mask=here, other=0.0).to(tl.float32)
-            w = tl.load(w_ptrs, mask=here[:, None, :], other=0.0)
+            loaded = here[:, None, :] & exists[None, :, None]
+            w = tl.load(w_ptrs, mask=loaded, other=0.0)
             sums += w.to(tl.float32) * a[:, None, :]
             a_ptrs += BLOCK_K
             w_ptrs += BLOCK_K * stride_wk
         rows = tl.sum(sums, 2)
         if bias_ptr is not None:
-            b_ptrs = bias_ptr + experts[:, None] * stride_be + inside[None, :] * stride_bn
-            rows += tl.load(b_ptrs, mask=used[:, None], other=0.0).to(tl.float32)
+            b_ptrs = bias_ptr + experts[:, None] * stride_be + w_rows[None, :] * stride_bn
+            rows += tl.load(b_ptrs, mask=used[:, None] & exists[None, :], other=0.0).to(tl.float32)
         if not WEIGHT_ON_INPUT:
             weight_ptrs = topk_weights_ptr + token * stride_wt + slots * stride_ws
             rows *= tl.load(weight_ptrs, mask=used, other=0.0)[:, None]
         y += tl.sum(rows, 0)
     y_ptrs = y_ptr + token * hidden + columns
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=columns < hidden)
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=exists)

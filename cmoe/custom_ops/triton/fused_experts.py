@@ -63,9 +63,11 @@ class Call(NamedTuple):
     interleaved: bool
     weight_on_input: bool
 
-    def is_gated(self) -> bool:
-        """Whether w13 has up rows beside its gate rows."""
-        return self.w13.shape[1] != self.w2.shape[2]
+    def parts(self) -> str:
+        """How the rows of w13 are laid out: `gate`, `halves`, `pairs`."""
+        if self.w13.shape[1] == self.w2.shape[2]:
+            return "gate"
+        return "pairs" if self.interleaved else "halves"
 
     def shape(self) -> Shape:
         """What the choice of parameters knows of the layer."""
@@ -76,7 +78,8 @@ class Call(NamedTuple):
             hidden,
             intermediate,
             self.x.dtype,
-            self.is_gated(),
+            self.parts() != "gate",
+            self.w13.stride(2) != 1 and self.w13.stride(1) == 1,
         )
 
     def ids(self) -> tuple[int, int, int, int, int]:
@@ -88,31 +91,20 @@ class Call(NamedTuple):
         return self.expert_map.shape[0], num_experts, stride_t, stride_k, self.expert_map.stride(0)
 
     def w13_strides(self) -> tuple[int, int, int, int]:
-        """From expert to expert, gate column to gate column, along H, from a gate column to its up.
-
-        A column of the projection is a row of w13.
-        """
+        """Of w13, then the distance of its halves."""
         stride_e, stride_n, stride_k = self.w13.stride()
-        step, to_up = self._columns()
-        return stride_e, step * stride_n, stride_k, to_up * stride_n
+        return stride_e, stride_n, stride_k, self.w2.shape[2] * stride_n
 
     def w13_bias_strides(self) -> tuple[int, int, int]:
-        """As `w13_strides`, without H; zeros where there is no bias."""
+        """Of w13_bias, then the distance of its halves; zeros where there is no bias."""
         if self.w13_bias is None:
             return 0, 0, 0
         stride_e, stride_n = self.w13_bias.stride()
-        step, to_up = self._columns()
-        return stride_e, step * stride_n, to_up * stride_n
+        return stride_e, stride_n, self.w2.shape[2] * stride_n
 
     def w2_bias_strides(self) -> tuple[int, ...]:
         """Zeros where there is no bias."""
         return (0, 0) if self.w2_bias is None else self.w2_bias.stride()
-
-    def _columns(self) -> tuple[int, int]:
-        """From gate column to gate column, from a gate column to its up column."""
-        if not self.is_gated():
-            return 1, 0
-        return (2, 1) if self.interleaved else (1, self.w2.shape[2])
 
 
 def fused_experts_with(parameters: Parameters, call: Call) -> Tensor:
@@ -145,8 +137,8 @@ def _run_alone(parameters: Parameters, call: Call, y: Tensor) -> None:
         call.alpha, call.limit, hidden, intermediate, a.shape[0],
         *x.stride(), *call.w13_strides(), *call.w13_bias_strides(),
         *call.ids(), call.topk_weights.stride(0),
-        TOP_K=top_k, ACTIVATION=_formula(call.activation), IS_GATED=call.is_gated(),
-        WEIGHT_ON_INPUT=call.weight_on_input, EVEN_K=hidden % tile.block_k == 0,
+        TOP_K=top_k, ACTIVATION=_formula(call.activation), PARTS=call.parts(),
+        WEIGHT_ON_INPUT=call.weight_on_input, IS_EVEN=tile.divides(intermediate, hidden),
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -173,8 +165,8 @@ def _run_sorted(parameters: Parameters, call: Call, y: Tensor) -> None:
         x, call.w13, call.w13_bias, call.topk_weights, order, tiles, a,
         call.alpha, call.limit, hidden, intermediate,
         *x.stride(), *call.w13_strides(), *call.w13_bias_strides(), call.topk_weights.stride(0),
-        TOP_K=top_k, ACTIVATION=_formula(call.activation), IS_GATED=call.is_gated(),
-        WEIGHT_ON_INPUT=call.weight_on_input, EVEN_K=hidden % tile.block_k == 0,
+        TOP_K=top_k, ACTIVATION=_formula(call.activation), PARTS=call.parts(),
+        WEIGHT_ON_INPUT=call.weight_on_input, IS_EVEN=tile.divides(intermediate, hidden),
         GROUP_M=parameters.group_m, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -183,7 +175,7 @@ def _run_sorted(parameters: Parameters, call: Call, y: Tensor) -> None:
     down[(max_tiles * triton.cdiv(hidden, tile.block_n),)](
         a, call.w2, call.w2_bias, order, tiles, rows,
         hidden, intermediate, *call.w2.stride(), *call.w2_bias_strides(),
-        EVEN_K=intermediate % tile.block_k == 0,
+        IS_EVEN=tile.divides(hidden, intermediate),
         GROUP_M=parameters.group_m, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -219,6 +211,7 @@ def _shape(
     intermediate_size: int,
     dtype: torch.dtype,
     is_gated: bool,
+    is_transposed: bool,
 ) -> Shape:
     return Shape(
         num_experts=num_experts,
@@ -227,6 +220,7 @@ def _shape(
         intermediate_size=intermediate_size,
         dtype=str(dtype).removeprefix("torch."),
         is_gated=is_gated,
+        is_transposed=is_transposed,
     )
 
 

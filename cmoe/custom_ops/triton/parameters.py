@@ -55,7 +55,10 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The sizes that make one class of layers. dtype: `bfloat16`, `float16` or `float32`."""
+    """The sizes that make one class of layers.
+
+    dtype: `bfloat16`, `float16` or `float32`. is_transposed: in memory the weights are [E, K, N].
+    """
 
     num_experts: int
     top_k: int
@@ -63,13 +66,13 @@ class Shape:
     intermediate_size: int
     dtype: str
     is_gated: bool = True
+    is_transposed: bool = False
 
     def __str__(self) -> str:
+        sizes = f"E{self.num_experts}K{self.top_k}H{self.hidden_size}I{self.intermediate_size}"
         gated = "" if self.is_gated else " non-gated"
-        return (
-            f"E{self.num_experts}K{self.top_k}H{self.hidden_size}I{self.intermediate_size} "
-            f"{self.dtype}{gated}"
-        )
+        transposed = " transposed" if self.is_transposed else ""
+        return f"{sizes} {self.dtype}{gated}{transposed}"
 
     def element_bytes(self) -> int:
         """Bytes of one weight."""
@@ -96,6 +99,10 @@ class Tile:
                 raise ValueError(f"{name} must be a power of two, got {value!r}")
         if not (isinstance(self.num_stages, int) and 1 <= self.num_stages <= 8):
             raise ValueError(f"num_stages must be from 1 to 8, got {self.num_stages!r}")
+
+    def divides(self, num_columns: int, depth: int) -> bool:
+        """Whether no block is cut off at the end."""
+        return num_columns % self.block_n == 0 and depth % self.block_k == 0
 
     def shared_bytes(self, block_m: int, halves: int, element_bytes: int, is_hip: bool) -> int:
         """An upper bound of the shared memory that the loads in flight take."""
@@ -171,11 +178,13 @@ def default_parameters(device: Device, shape: Shape, bucket: int) -> Parameters:
     """
     rows = bucket * shape.top_k
     if bucket <= 8 and rows <= shape.num_experts:
+        # Long along the side that is contiguous in memory.
+        block_n, block_k = (32, 64) if shape.is_transposed else (8, 256)
         return Parameters(
             block_m=ROWS_ALONE,
             group_m=1,
-            gate_up=Tile(block_n=8, block_k=256, num_warps=4, num_stages=1),
-            down=Tile(block_n=8, block_k=256, num_warps=8, num_stages=1),
+            gate_up=Tile(block_n=block_n, block_k=block_k, num_warps=4, num_stages=1),
+            down=Tile(block_n=block_n, block_k=block_k, num_warps=8, num_stages=1),
         )
     block_m = _power_of_two_from(-(-rows // shape.num_experts))
     if shape.element_bytes() == 4:  # full precision has no tensor cores: sums live in registers
@@ -235,8 +244,9 @@ def candidates(device: Device, shape: Shape, bucket: int) -> tuple[Parameters, .
 def _neighbours(device: Device, shape: Shape, bucket: int) -> Iterator[Parameters]:
     default = default_parameters(device, shape, bucket)
     if bucket <= 8:
-        for block_n, block_k, num_warps in ((4, 512, 4), (8, 512, 8), (16, 128, 4), (16, 256, 8)):
+        for short, long, num_warps in ((4, 512, 4), (8, 512, 8), (16, 128, 4), (16, 256, 8)):
             for num_stages in (1, 3):
+                block_n, block_k = (long // 4, 4 * short) if shape.is_transposed else (short, long)
                 tile = Tile(
                     block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages
                 )

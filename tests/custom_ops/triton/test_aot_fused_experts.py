@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -38,6 +40,22 @@ MIXTRAL = Shape(num_experts=8, top_k=2, hidden_size=4096, intermediate_size=1433
 FULL_PRECISION = Shape(
     num_experts=16, top_k=4, hidden_size=256, intermediate_size=128, dtype="float32"
 )
+GPT_OSS = Shape(
+    num_experts=32,
+    top_k=4,
+    hidden_size=2880,
+    intermediate_size=2880,
+    dtype="bfloat16",
+    is_transposed=True,
+)
+"""As transformers keeps it: weights [E, K, N], gate and up alternating, biases."""
+
+CALLS = {
+    "qwen3": (QWEN3, {}),
+    "mixtral": (MIXTRAL, {}),
+    "gpt-oss": (GPT_OSS, dict(activation="swigluoai", bias=True)),
+    "full precision": (FULL_PRECISION, {}),
+}
 
 
 def meta_call(
@@ -48,13 +66,16 @@ def meta_call(
     e, k, h, i = shape.num_experts, shape.top_k, shape.hidden_size, shape.intermediate_size
     rows = (1 + shape.is_gated) * i
 
+    def weights(rows: int, columns: int) -> torch.Tensor:
+        return meta(e, columns, rows).mT if shape.is_transposed else meta(e, rows, columns)
+
     def meta(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
 
     return Call(
         x=meta(num_tokens, h),
-        w13=meta(e, rows, h),
-        w2=meta(e, h, i),
+        w13=weights(rows, h),
+        w2=weights(h, i),
         topk_weights=meta(num_tokens, k, dtype=torch.float32),
         topk_ids=meta(num_tokens, k, dtype=torch.int32),
         w13_bias=meta(e, rows) if bias else None,
@@ -63,7 +84,7 @@ def meta_call(
         activation=activation,
         alpha=1.702,
         limit=7.0 if bias else None,
-        interleaved=False,
+        interleaved=shape.is_transposed,
         weight_on_input=False,
     )
 
@@ -82,13 +103,15 @@ def default_rows(device: Device, shape: Shape) -> dict[Parameters, int]:
 
 
 @ON_EACH_TARGET
-@pytest.mark.parametrize("shape", [QWEN3, MIXTRAL, FULL_PRECISION], ids=str)
+@pytest.mark.parametrize("name", CALLS)
 def test_default_rows_fit_without_spills(
-    target: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
+    target: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shape, options = CALLS[name]
     device = DEVICES[target]
     for parameters, bucket in default_rows(device, shape).items():
-        call = meta_call(shape, bucket)
+        call = meta_call(shape, bucket, **options)
+        assert call.shape() == shape
         for launch in launches(parameters, call, monkeypatch):
             taken = resources_of(launch.compile_for(target))
             where = f"{launch.kernel.__name__} for {bucket} tokens with {parameters}"
@@ -133,9 +156,10 @@ def test_loads_are_copied_ahead_in_large_pieces(
 ) -> None:
     """What the speed rests on: 16-byte loads, asynchronous copies, the device's tensor cores."""
     device = DEVICES[target]
-    for num_tokens in (1, 4096):
-        call = meta_call(QWEN3, num_tokens)
-        row = fitted(default_parameters(device, QWEN3, num_tokens), device, QWEN3)
+    for name, num_tokens in itertools.product(("qwen3", "gpt-oss"), (1, 4096)):
+        shape, options = CALLS[name]
+        call = meta_call(shape, num_tokens, **options)
+        row = fitted(default_parameters(device, shape, num_tokens), device, shape)
         for launch in launches(row, call, monkeypatch):
             name, ptx = launch.kernel.__name__, launch.compile_for(target).asm["ptx"]
             if name in ("gate_up_alone", "down_alone"):
