@@ -13,7 +13,7 @@ import torch
 
 import cmoe
 from cmoe.custom_ops.backends import LayerSpec, explain_backends
-from cmoe.environment import cache_dir, cxx_compiler
+from cmoe.environment import cache_dir, cxx_compiler, triton_parameters_file
 
 _FLAGS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
@@ -75,6 +75,8 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield "cuda", "no device"
     yield "compiler", _compiler()
     yield "kernel cache", str(cache_dir())
+    tuned = triton_parameters_file()
+    yield "triton file", f"{tuned}{'' if tuned.exists() else ' (none yet: python -m bench tune)'}"
 
 
 def devices() -> list[torch.device]:

@@ -35,6 +35,21 @@ def test_env_names_versions_devices_backends(capsys: pytest.CaptureFixture[str])
     assert "\n  reference  can run" in out
 
 
+def test_env_says_what_triton_could_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.json"
+    monkeypatch.setenv("CMOE_TRITON_PARAMETERS", str(path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    main(["env"])
+    out = capsys.readouterr().out
+    assert f"triton file  {path} (none yet: python -m bench tune)\n" in out
+    assert "compute capability 8.0 up and on ROCm devices, not on cpu (unless TRITON_INT" in out
+    path.touch()
+    main(["env"])
+    assert f"triton file  {path}\n" in capsys.readouterr().out
+
+
 def test_env_needs_neither_transformers_nor_triton() -> None:
     blocked = (
         "import sys; sys.modules['transformers'] = sys.modules['triton'] = None; "

@@ -46,15 +46,19 @@ class TritonBackend(Backend):
 def _refuses_device(device: torch.device) -> str | None:
     if device.type == "cpu" and triton_is_interpreted():
         return None
+    oldest = ".".join(map(str, OLDEST_CAPABILITY))
     if device.type != "cuda":
         interpreter = " (unless TRITON_INTERPRET=1)" if device.type == "cpu" else ""
-        return f"runs on CUDA or ROCm devices, not on {device.type}{interpreter}"
+        return (
+            f"runs on CUDA devices of compute capability {oldest} up and on ROCm devices, "
+            f"not on {device.type}{interpreter}"
+        )
     if not torch.cuda.is_available():
         return "torch finds no CUDA or ROCm device"
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < OLDEST_CAPABILITY:
-        have, need = (".".join(map(str, pair)) for pair in (capability, OLDEST_CAPABILITY))
-        return f"needs compute capability {need} up, {device} has {have}"
+        have = ".".join(map(str, capability))
+        return f"needs compute capability {oldest} up, {device} has {have}"
     return None
 
 

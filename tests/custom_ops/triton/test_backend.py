@@ -24,6 +24,7 @@ ON_GPU = LayerSpec(
     intermediate_size=32,
     activation="silu",
 )
+WHERE = "runs on CUDA devices of compute capability 8.0 up and on ROCm devices"
 ON_CPU = dataclasses.replace(ON_GPU, device=torch.device("cpu"))
 
 
@@ -73,25 +74,21 @@ def test_every_reason_is_said(gpu: pytest.MonkeyPatch) -> None:
         ON_GPU, device=torch.device("meta"), dtype=torch.float64, activation="swish"
     )
     assert BACKEND.refuses(spec) == (
-        "runs on CUDA or ROCm devices, not on meta",
+        f"{WHERE}, not on meta",
         "takes bfloat16, float16, float32, not torch.float64",
         "has no activation 'swish'",
     )
 
 
 def test_on_a_cpu_only_in_the_interpreter(gpu: pytest.MonkeyPatch) -> None:
-    assert BACKEND.refuses(ON_CPU) == (
-        "runs on CUDA or ROCm devices, not on cpu (unless TRITON_INTERPRET=1)",
-    )
+    assert BACKEND.refuses(ON_CPU) == (f"{WHERE}, not on cpu (unless TRITON_INTERPRET=1)",)
     gpu.setenv("TRITON_INTERPRET", "1")
     assert BACKEND.refuses(ON_CPU) == ()
     assert choose_backend(ON_CPU).name != "triton"  # slower than every other one
 
 
 def test_forced_on_a_cpu(gpu: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"triton +: runs on CUDA or ROCm devices, not on cpu"
-    ):
+    with pytest.raises(UnsupportedError, match=rf"triton +: {WHERE}, not on cpu"):
         choose_backend(ON_CPU, "triton")
 
 
