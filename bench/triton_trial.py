@@ -5,13 +5,16 @@ T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench import modes
+from bench import cpu, modes
 from bench.arm import to_device
 from bench.inputs import Case, Draw, Weights, make_draws
 from bench.peers.cmoe import activation_arguments, layer_spec
@@ -20,6 +23,7 @@ from bench.timing import time_calls, time_cuda_calls
 from bench.verify import Reference, checked_rows
 
 NUM_DRAWS = 4
+MAX_THREADS = 8
 
 
 class TritonTrial:
@@ -37,13 +41,30 @@ class TritonTrial:
         self._cuda = torch.cuda.is_available()
         self._functions: dict[Any, Callable[..., Tensor]] = {}
 
-    def fault(self, parameters: Any) -> str | None:
-        """Compiles, captures, runs on two inputs; what is wrong, or None."""
+    def prepare(self, candidates: Sequence[Any], go_on: Callable[[], bool]) -> None:
+        """Compiles in threads, as Triton allows; its interpreter has nothing to compile."""
+        if not self._cuda:
+            return
+
+        def compile_one(parameters: Any) -> None:
+            # What cannot be compiled is told by `fault`.
+            with contextlib.suppress(Exception):
+                if go_on():
+                    self._run(parameters, *self._draws[0])
+
+        with ThreadPoolExecutor(min(cpu.num_cpus(), MAX_THREADS)) as pool:
+            list(pool.map(compile_one, candidates))
+        torch.cuda.synchronize()
+
+    def _run(self, parameters: Any, *draw: Tensor) -> Tensor:
         from cmoe.custom_ops.triton.fused_experts import fused_experts_with
 
-        def run(*draw: Tensor) -> Tensor:
-            return fused_experts_with(parameters, call_of(self._shape, self._weights, Draw(*draw)))
+        call = call_of(self._shape, self._weights, Draw(*draw))
+        return fused_experts_with(parameters, call)
 
+    def fault(self, parameters: Any) -> str | None:
+        """Captures, runs on two inputs; what is wrong, or None."""
+        run = functools.partial(self._run, parameters)
         function = modes.apply("cudagraph" if self._cuda else "eager", run)
         for draw, reference in zip(self._draws, self._references, strict=False):
             try:

@@ -18,8 +18,8 @@ from bench.verdict import Outcome, Verdict
 THRESHOLD = 0.02
 """A gain below two per cent is not worth a row: it is within what a fresh process may differ."""
 
-TRYING = 0.6
-"""The share of a bucket's time in which candidates are compiled, verified."""
+COMPILING, TRYING = 0.4, 0.7
+"""The shares of a bucket's time after which nothing more is compiled ahead, nothing more tried."""
 
 NO_TIME = "not measured: the time was up"
 
@@ -31,8 +31,11 @@ FINALISTS = 2
 class Trial(Protocol):
     """One problem, solved with whatever parameters it is given."""
 
+    def prepare(self, candidates: Sequence[Any], go_on: Callable[[], bool]) -> None:
+        """Compiles candidates side by side, starts none when `go_on()` is false."""
+
     def fault(self, parameters: Any) -> str | None:
-        """Compiles, runs, verifies; says what is wrong, or None."""
+        """Runs, verifies; says what is wrong, or None."""
 
     def time(self, parameters: Any, first: int, calls: int) -> list[float]:
         """Milliseconds of `calls` calls, from input number `first` on."""
@@ -99,6 +102,7 @@ def choose(
             error=error,
         )
     call_ms = min(trial.time(default, 0, 3))
+    trial.prepare(others, lambda: clock() - start < COMPILING * seconds)
     right, refused = [default], []
     for candidate in others:
         if clock() - start > TRYING * seconds:

@@ -97,6 +97,9 @@ EXCEPTIONS: Mapping[str, str] = {
     "cmoe/custom_ops/triton/backend.py: imports cmoe.custom_ops.triton.": (
         "triton is optional, its import takes long"
     ),
+    "cmoe/custom_ops/triton/backend.py: imports cmoe.custom_ops.triton.route inside": (
+        "triton is optional, its import takes long"
+    ),
     "cmoe/custom_ops/backends.py: _REGISTERED is": "registry of backends from outside",
     "cmoe/custom_ops/registration.py: _LIBRARIES is": "registrations of ops live as long as they",
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import limits, peers, run, shapes
+from bench import limits, modes, peers, run, shapes
 from bench.__main__ import main
 from bench.arm import Started
 from bench.limits import Limits
@@ -193,6 +193,7 @@ def test_every_suite_names_known_shapes_and_implementations() -> None:
             assert run.groups_of(suite)
             for competitor in suite.competitors:
                 peers.make_peer(competitor.impl)
+                assert competitor.mode in modes.MODES
 
 
 def test_the_headline_on_a_cpu_has_the_published_cells() -> None:

@@ -37,23 +37,6 @@ class Resources(NamedTuple):
     shared_bytes: int
 
 
-def compile_for(
-    target: str,
-    kernel: Any,
-    arguments: Mapping[str, str],
-    constants: Mapping[str, Any],
-    **options: int,
-) -> Resources:
-    """arguments: name -> Triton type ("*bf16", "i32"), constants: name -> value."""
-    signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(
-        fn=kernel,
-        signature={name: signature[name] for name in kernel.arg_names},
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-    )
-    return resources_of(triton.compile(source, target=TARGETS[target], options=options))
-
-
 def resources_of(compiled: CompiledKernel) -> Resources:
     """As the assembler reports them."""
     read = _of_cubin if "cubin" in compiled.asm else _of_amdgcn
