@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 import platform
 import shlex
@@ -35,9 +36,17 @@ def describe(*, threads: int, command: str) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
+            **_installed("triton"),
             "system": platform.platform(),
         },
     }
+
+
+def _installed(package: str) -> dict[str, str]:
+    try:
+        return {package: importlib.metadata.version(package)}
+    except importlib.metadata.PackageNotFoundError:
+        return {}
 
 
 def device_name() -> str:

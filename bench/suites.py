@@ -62,7 +62,7 @@ CPU_COMPETITORS = (
     Competitor(impl=CONTROL),
 )
 
-CUDA_COMPILED_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+CUDA_COMPILED_TOKENS = (1, 8, 64, 512, 4096)
 CUDA_COMPETITORS = (
     Competitor(impl="cmoe:auto", mode="cudagraph"),
     Competitor(impl="torch:grouped_mm", mode="cudagraph"),
