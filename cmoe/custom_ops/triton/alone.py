@@ -17,7 +17,8 @@ from cmoe.custom_ops.triton.activation import activated
 from cmoe.custom_ops.triton.expert_id import expert_of
 
 
-@triton.jit
+# One binary serves every T, so that none is missing in a capture.
+@triton.jit(do_not_specialize=("num_rows",))
 def gate_up_alone(
     x_ptr, w13_ptr, bias_ptr, topk_weights_ptr, ids_ptr, expert_map, a_ptr,
     alpha, limit, hidden, intermediate, num_rows,
@@ -93,7 +94,7 @@ def gate_up_alone(
     tl.store(a_ptrs, a.to(a_ptr.dtype.element_ty), mask=columns < intermediate)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_tokens",))
 def down_alone(
     a_ptr, w2_ptr, bias_ptr, topk_weights_ptr, ids_ptr, expert_map, y_ptr,
     hidden, intermediate, num_tokens,

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from cmoe.custom_ops.triton.expert_id import expert_of
 
+COUNTS = ("num_rows", "num_steps")
+"""What changes with T: one binary serves every T, so that none is missing in a capture."""
+
 _BLOCK = 128
 """Rows in a step: each is compared with each."""
 
@@ -54,7 +57,7 @@ def _expert_bins(
     return tl.where(experts < 0, num_experts, experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def count_rows(
     ids_ptr, expert_map, counts_ptr,
     num_rows, num_steps, num_ids, num_experts, stride_t, stride_k, map_stride,
@@ -73,7 +76,7 @@ def count_rows(
     tl.store(counts_ptr + chunk * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def place_rows(
     ids_ptr, expert_map, counts_ptr, order_ptr, tiles_ptr,
     num_rows, num_steps, num_ids, num_experts, stride_t, stride_k, map_stride,

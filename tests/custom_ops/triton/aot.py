@@ -65,13 +65,16 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
 
-    def compile_for(self, target: str) -> CompiledKernel:
+    def source(self) -> ASTSource:
         """What Triton's launcher would compile: it fixes ones, None, what 16 divides."""
         names = self.kernel.arg_names
         values = dict(zip(names, self.arguments, strict=False)) | self.options
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.kernel.params):
             value = values[parameter.name]
+            if parameter.do_not_specialize:
+                signature[parameter.name] = "i32"
+                continue
             kind = "constexpr" if parameter.is_constexpr else _type_of(value)
             signature[parameter.name] = kind
             if kind == "constexpr":
@@ -79,9 +82,13 @@ class Launch(NamedTuple):
             # torch's allocator aligns what a pointer points at.
             elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, attributes)
+        return ASTSource(self.kernel, signature, constants, attributes)
+
+    def compile_for(self, target: str) -> CompiledKernel:
+        """The binary."""
+        names = self.kernel.arg_names
         options = {name: value for name, value in self.options.items() if name not in names}
-        return triton.compile(source, target=TARGETS[target], options=options)
+        return triton.compile(self.source(), target=TARGETS[target], options=options)
 
 
 _POINTERS: Mapping[torch.dtype, str] = {

@@ -167,3 +167,15 @@ def test_loads_are_copied_ahead_in_large_pieces(
             if name in ("gate_up", "down"):
                 assert "cp.async.cg.shared.global" in ptx, name
                 assert ("wgmma.mma_async" if device.wide_tiles else "mma.sync") in ptx, name
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 8), (33, 64), (2049, 4096)])
+def test_one_binary_serves_a_bucket(first: int, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a graph can be captured for a T that was never seen, once its bucket was."""
+    device = DEVICES["cuda:90"]
+    row = fitted(default_parameters(device, QWEN3, last), device, QWEN3)
+    binaries = {
+        tuple(launch.source().hash() for launch in launches(row, meta_call(QWEN3, n), monkeypatch))
+        for n in (first, first + 1, (first + last) // 2, last - 1, last)
+    }
+    assert len(binaries) == 1

@@ -186,6 +186,23 @@ def test_a_skipped_slot_contributes_nothing_whatever_it_holds(
 
 
 @BOTH_PATHS
+def test_an_infinite_weight_on_the_input_is_infinite(
+    kernel_device: torch.device, path: str
+) -> None:
+    """It does not meet the zeros that fill a block past the end of H."""
+    p = Problem(
+        x=torch.ones(1, 1),
+        w13=torch.ones(1, 1, 1),
+        w2=torch.ones(1, 1, 1),
+        topk_weights=torch.full((1, 1), torch.inf),
+        topk_ids=torch.zeros(1, 1, dtype=torch.int32),
+        activation="relu2_no_mul",
+        apply_router_weight_on_input=True,
+    )
+    assert run_on(kernel_device, PATHS[path])(*p.arguments()).item() == torch.inf
+
+
+@BOTH_PATHS
 @pytest.mark.parametrize("with_map", [False, True])
 def test_ids_out_of_range_contribute_nothing(
     kernel_device: torch.device, path: str, with_map: bool
