@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cmoe.families import Family
 from cmoe.integrations.transformers.take_over import to_runner, to_transformers
+from cmoe.routed_experts import RoutedExperts
 from cmoe.runner import MoERunner
 
 _EXPERTS = "routed_experts."
@@ -32,6 +33,8 @@ class TransformersNames:
 
     def attach(self, runner: MoERunner) -> None:
         """The runner's state speaks so from now on; copies of the runner do too."""
+        # No submodule: what it names has its place in the runner already.
+        runner.__dict__["experts"] = _Experts(self.family, runner.routed_experts)
         runner.register_state_dict_post_hook(functools.partial(_after_state_dict, self))
         runner.register_load_state_dict_pre_hook(functools.partial(_before_loading, self))
 
@@ -70,6 +73,28 @@ class TransformersNames:
         if name.startswith(_EXPERTS):
             return to_runner(self.family.layout, name.removeprefix(_EXPERTS), tensor)
         return tensor
+
+
+class _Experts(nn.Module):
+    """Where `model.get_parameter` finds the experts' tensors by transformers' names.
+
+    Its converters ask so for the shapes of what they are about to save.
+    """
+
+    def __init__(self, family: Family, routed_experts: RoutedExperts) -> None:
+        super().__init__()
+        self.family = family
+        self.routed_experts = routed_experts
+
+    def __getattr__(self, name: str) -> Any:
+        family: Any = self.__dict__.get("family")  # None while a copy is being built
+        for theirs, ours in () if family is None else family.runner_names():
+            if theirs == f"experts.{name}":
+                parameter = ours.removeprefix(_EXPERTS)
+                tensor = self.routed_experts.get_parameter(parameter).detach()
+                as_theirs = to_transformers(family.layout, parameter, tensor)
+                return nn.Parameter(as_theirs, requires_grad=False)
+        return super().__getattr__(name)
 
 
 def _after_state_dict(
