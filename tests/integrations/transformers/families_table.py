@@ -41,6 +41,14 @@ own eager experts. Printed with transformers {transformers}, torch {torch}.
 compiles each model into one graph, compares greedy tokens; `test_routing.py` compares the routers
 on logits with ties, with one group of winners, on negative ones, in bfloat16.
 
+## Where a replaced block differs
+
+- Logits are formed in float32, weights stay in float32. Several families round one of them to
+  bfloat16 in a bfloat16 model, so such a run differs by that rounding.
+- The lower id wins a tie; transformers leaves that open.
+- A token's weights are divided by their sum plus 1e-20. Families that add nothing differ where the
+  sum is as small; `ernie4_5_moe` divides by no less than 1e-12.
+
 ## {num_replaced} families whole
 
 The row of a family in `cmoe/families/table.py` says what its block computes. Under *where* is the
