@@ -19,6 +19,8 @@ class ModelHomes:
     """The runners of a model, beside the tensors of its state_dict outside of them."""
 
     def __init__(self, model: nn.Module, names: Names) -> None:
+        if isinstance(model, MoERunnerInterface):
+            raise ValueError("the model is one layer itself; load it with load_layer")
         self.runners: Mapping[str, MoERunnerInterface] = {
             name: module
             for name, module in model.named_modules()
@@ -32,16 +34,11 @@ class ModelHomes:
 
     def by_runner(self, keys: list[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
         """The keys outside of all runners; for each runner its keys by the names it is given."""
-        own: list[str] = []
-        inside: dict[str, dict[str, str]] = {name: {} for name in self.runners}
+        of_runner: dict[str | None, list[str]] = {None: [], **{name: [] for name in self.runners}}
         for key in keys:
-            name = self._names.in_model(key)
-            runner = self._runner_of(name)
-            if runner is None:
-                own.append(key)
-            else:
-                inside[runner][self._names.in_runner(name.removeprefix(f"{runner}."))] = key
-        return own, inside
+            of_runner[self._runner_of(self._names.in_model(key))].append(key)
+        inside = {name: self._names.inside(of_runner[name], name) for name in self.runners}
+        return of_runner[None], inside
 
     def own(self, keys: list[str]) -> Homes:
         """Of the keys outside of all runners.

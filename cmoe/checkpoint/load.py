@@ -31,13 +31,8 @@ def load_layer(
     mapped one at a time and copied into the parameters' storage, converted to their dtype.
     """
     names = Names(family_in(checkpoint))
-    start = names.in_model(f"{prefix}.") if prefix else ""
-    renamed = {names.in_model(key): key for key in checkpoint.tensors}
-    keys = {
-        names.in_runner(name.removeprefix(start)): key
-        for name, key in renamed.items()
-        if name.startswith(start)
-    }
+    path = names.in_model(f"{prefix}.").removesuffix(".") if prefix else ""
+    keys = names.inside(checkpoint.tensors, path)
     if not keys:
         raise LoadError(f"{checkpoint.folder} has no tensor under {prefix!r}{_blocks(checkpoint)}")
     report = judge_runner(runner, checkpoint, keys)
@@ -75,19 +70,28 @@ def load_model(
 
 def family_in(checkpoint: Checkpoint) -> Family:
     """The checkpoint's family; LoadError names the known ones when it is none of them."""
-    model_type = moe_part(checkpoint.config).get("model_type", "")
-    if not isinstance(model_type, str):
-        raise LoadError(f"{checkpoint.folder}: model_type {model_type!r:.80} is no text")
     try:
-        return family_of(model_type)
+        return family_of(model_type_of(checkpoint))
+    except LoadError:
+        raise
     except ValueError as error:
         raise LoadError(f"{checkpoint.folder}: {error}") from error
 
 
+def model_type_of(checkpoint: Checkpoint) -> str:
+    """What config.json says of the part that has experts; LoadError where it is no text."""
+    try:
+        model_type = moe_part(checkpoint.config).get("model_type", "")
+    except ValueError as error:
+        raise LoadError(f"{checkpoint.folder}: {error}") from error
+    if not isinstance(model_type, str):
+        raise LoadError(f"{checkpoint.folder}: model_type {model_type!r:.80} is no text")
+    return model_type
+
+
 def likeness(checkpoint: Checkpoint) -> str:
     """Which other families the tensors look like; empty where the checkpoint's own is one."""
-    like = families_like(checkpoint.tensors)
-    model_type = moe_part(checkpoint.config).get("model_type")
+    like, model_type = families_like(checkpoint.tensors), model_type_of(checkpoint)
     if not like or model_type in like:
         return ""
     return f"; config.json says {model_type}, the tensors look like {', '.join(like[:6])}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from cmoe.errors import LoadError
 from cmoe.families import Family
 
 
@@ -30,3 +33,19 @@ class Names:
             if name == theirs or (theirs.endswith(".") and name.startswith(theirs)):
                 return ours + name.removeprefix(theirs)
         return name
+
+    def inside(self, keys: Iterable[str], path: str) -> dict[str, str]:
+        """The keys of the block at a path in the model, by their names in its runner.
+
+        An empty path: all of them. LoadError for two keys that are one name.
+        """
+        start = f"{path}." if path else ""
+        found: dict[str, str] = {}
+        for key in keys:
+            name = self.in_model(key)
+            if name.startswith(start):
+                name = self.in_runner(name.removeprefix(start))
+                if name in found:
+                    raise LoadError(f"{found[name]} is {key} under another name")
+                found[name] = key
+        return found

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cmoe.checkpoint.folder import Checkpoint, open_checkpoint
-from cmoe.checkpoint.load import family_in
-from cmoe.config import moe_part
+from cmoe.checkpoint.load import family_in, model_type_of
 from cmoe.demo.measurement import Measurement
 from cmoe.demo.options import DemoOptions
 from cmoe.demo.progress import Progress
@@ -37,7 +36,7 @@ def run_demo(options: DemoOptions, out: TextIO, err: TextIO) -> int:
     with tempfile.TemporaryDirectory(prefix="cmoe-demo-") as temporary:
         folder = _model_folder(options, Path(temporary), progress)
         checkpoint = open_checkpoint(folder)
-        if moe_part(checkpoint.config).get("model_type") not in tuple(SWITCH_ONLY):
+        if model_type_of(checkpoint) not in SWITCH_ONLY:
             family_in(checkpoint)
         _check_memory(checkpoint)
         table, verdicts = Measurement(options, checkpoint, Path(temporary), progress).run()

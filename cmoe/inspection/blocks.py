@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from cmoe.gate import GateLinear
 from cmoe.layer import FusedMoE
 from cmoe.load_report import LoadReport
 from cmoe.runner import MoERunner
+
+_MAX_EXPERTS = 1 << 20
+_MAX_PARAMETERS = 1 << 50  # of one projection in one layer
 
 
 class Mapped(NamedTuple):
@@ -49,6 +53,16 @@ class Kind:
     mapped: tuple[Mapped, ...]
     report: LoadReport | None
     fault: str = ""
+
+
+def check_sizes(config: MoEConfig) -> None:
+    """ValueError for sizes beyond those of any model, which would take for ever to judge."""
+    sizes = (config.num_experts, config.hidden_size, config.intermediate_size)
+    if config.num_experts > _MAX_EXPERTS or math.prod(sizes) > _MAX_PARAMETERS:
+        raise ValueError(
+            f"config.json says {sizes[0]} experts of {sizes[1]} x {sizes[2]} a layer; "
+            "is it damaged?"
+        )
 
 
 def kinds_of(checkpoint: Checkpoint, config: MoEConfig, family: Family) -> list[Kind]:

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 
 from cmoe.checkpoint import Checkpoint, open_checkpoint
-from cmoe.checkpoint.load import family_in, likeness
+from cmoe.checkpoint.load import family_in, likeness, model_type_of
 from cmoe.checkpoint.names import parse_expert_name
 from cmoe.config import MoEConfig, moe_part
 from cmoe.custom_ops.backends import LayerSpec, explain_backends
 from cmoe.errors import LoadError
 from cmoe.families import SWITCH_ONLY
 from cmoe.inspection.bandwidth import read_gbps
-from cmoe.inspection.blocks import Kind, kinds_of
+from cmoe.inspection.blocks import Kind, check_sizes, kinds_of
 from cmoe.inspection.routing import routing_in_words
 from cmoe.load_report import listed
 from cmoe.machine import available_bytes, devices
@@ -36,12 +36,13 @@ class Inspection(NamedTuple):
 def inspect_folder(folder: str | Path) -> Inspection:
     """Reads config.json, the index, the headers; no tensor. LoadError for a damaged folder."""
     checkpoint = open_checkpoint(folder)
-    model_type = moe_part(checkpoint.config).get("model_type")
-    if isinstance(model_type, str) and model_type in SWITCH_ONLY:
+    model_type = model_type_of(checkpoint)
+    if model_type in SWITCH_ONLY:
         return Inspection(_text(_switch_only(checkpoint, model_type)), True)
     try:
         family = family_in(checkpoint)
         config = MoEConfig.from_hf(checkpoint.config)
+        check_sizes(config)
     except ValueError as error:
         raise LoadError(f"{error}{likeness(checkpoint)}") from error
     kinds = kinds_of(checkpoint, config, family)

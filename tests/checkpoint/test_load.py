@@ -303,6 +303,24 @@ def test_a_fault_leaves_a_model_as_it_was(fault: str, tmp_path: Path) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+def test_two_names_of_one_tensor(tmp_path: Path) -> None:
+    """Neither may be dropped unsaid."""
+    tensors = {f"layers.0.{name}": t for name, t in block("mlp").items()}
+    twice = "layers.0.block_sparse_moe.gate.weight"
+    tensors[twice] = torch.ones(NUM_EXPERTS, HIDDEN)
+    checkpoint = saved(tmp_path, tensors, "mixtral")
+    message = r"gate\.weight is layers\.0\..*gate\.weight under another name"
+    with pytest.raises(LoadError, match=message):
+        load_layer(runner_of(), checkpoint, "layers.0.mlp")
+    with pytest.raises(LoadError, match=message):
+        load_model(Model(), checkpoint)
+
+
+def test_a_model_that_is_a_layer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one layer itself; load it with load_layer"):
+        load_model(runner_of(), saved(tmp_path, block("mlp")))
+
+
 def test_what_is_ignored_needs_no_home(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, {**model_tensors(), "layers.61.mlp.x": torch.ones(1)})
     load_model(Model(), checkpoint, ignore=[r"layers\.61\."])

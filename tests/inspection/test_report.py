@@ -127,6 +127,8 @@ def test_a_family_of_the_switch_alone(tmp_path: Path) -> None:
     [
         ({"model_type": "llama"}, r"model_type 'llama' is not in the table.*look like"),
         ({"model_type": []}, "model_type"),
+        ({"num_experts": 10**12}, r"says 1000000000000 experts of 16 x 8 a layer; is it damaged"),
+        ({"hidden_size": 10**30}, r"is it damaged"),
         ({"num_experts": "many"}, "num_experts"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_experts_per_tok": 99}, "top_k"),

@@ -44,7 +44,8 @@ def from_pretrained(
     folder = Path(folder)
     checkpoint = open_checkpoint(folder)
     hf_config = AutoConfig.from_pretrained(folder)
-    dtype = dtype or hf_config.dtype or torch.get_default_dtype()
+    part = hf_config.get_text_config()
+    dtype = dtype or hf_config.dtype or part.dtype or torch.get_default_dtype()
     cls = model_class(hf_config)
     if (reason := SWITCH_ONLY.get(moe_part(hf_config).model_type)) is not None:
         register()
