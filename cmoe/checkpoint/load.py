@@ -79,13 +79,13 @@ def family_in(checkpoint: Checkpoint) -> Family:
 
 
 def model_type_of(checkpoint: Checkpoint) -> str:
-    """What config.json says of the part that has experts; LoadError where it is no text."""
+    """What config.json says of the part that has experts; LoadError where it is no name."""
     try:
         model_type = moe_part(checkpoint.config).get("model_type", "")
     except ValueError as error:
         raise LoadError(f"{checkpoint.folder}: {error}") from error
-    if not isinstance(model_type, str):
-        raise LoadError(f"{checkpoint.folder}: model_type {model_type!r:.80} is no text")
+    if not isinstance(model_type, str) or len(model_type) > 100:
+        raise LoadError(f"{checkpoint.folder}: model_type {model_type!r:.80} is no family's name")
     return model_type
 
 

@@ -198,10 +198,10 @@ def test_a_prefix_that_is_not_there(tmp_path: Path) -> None:
         load_layer(runner_of(), checkpoint, "mlp")
 
 
-@pytest.mark.parametrize("model_type", [None, [], {"a": 1}, 7])
+@pytest.mark.parametrize("model_type", [None, [], {"a": 1}, 7, "x" * 1000])
 def test_a_model_type_that_is_none(model_type: Any, tmp_path: Path) -> None:
     checkpoint = saved(tmp_path, block("mlp"), model_type)
-    with pytest.raises(LoadError, match=r"model_type .* is no text"):
+    with pytest.raises(LoadError, match=r"model_type .* is no family's name"):
         load_layer(runner_of(), checkpoint, "mlp")
 
 
