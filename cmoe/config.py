@@ -153,6 +153,16 @@ class ParallelConfig:
             raise ValueError(f"num_redundant_experts is negative: {self.num_redundant_experts}")
 
 
+_PARTS: Mapping[str, type] = {
+    "router": RouterConfig,
+    "activation": Activation,
+    "quant": QuantConfig,
+    "parallel": ParallelConfig,
+    "layout": CheckpointLayout,
+}
+"""The fields of MoEConfig that are configs themselves."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig:
     """Static description of one MoE layer; sizes are logical, per model, not per rank.
@@ -192,7 +202,14 @@ class MoEConfig:
             )
         is_dtype = isinstance(self.params_dtype, torch.dtype)
         if not is_dtype or not self.params_dtype.is_floating_point:
-            raise ValueError(f"params_dtype must be a float dtype, got {self.params_dtype}")
+            raise ValueError(
+                f"params_dtype must be a float dtype such as torch.bfloat16, "
+                f"got {self.params_dtype!r}"
+            )
+        for name, kind in _PARTS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
         self._check_router()
 
     def _check_router(self) -> None:

@@ -14,7 +14,8 @@ class GateLinear(nn.Module):
 
     Rounding logits to bfloat16 changes which experts a token goes to: 5 % of the tokens' top-16
     sets in one public report on Kimi-K3, so the product leaves this layer unrounded.
-    weight: [E, H]; bias: [E] or None.
+    weight: [E, H]; bias: [E] or None. Like the experts, they ask for no gradient until
+    `requires_grad_()`.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class GateLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(num_experts, dtype=dtype)) if bias else None
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
+        self.requires_grad_(False)
 
     @classmethod
     def of(cls, weight: nn.Parameter, bias: nn.Parameter | None = None) -> GateLinear:

@@ -60,7 +60,13 @@ BAD_LAYERS: list[tuple[dict[str, Any], str]] = [
     (dict(hidden_size=2.5), "hidden_size must be a positive int, got 2.5"),
     (dict(intermediate_size=None), "intermediate_size must be a positive int, got None"),
     (dict(top_k=9), r"top_k \(9\) must not exceed num_experts \(8\)"),
-    (dict(params_dtype=torch.int8), "params_dtype must be a float dtype, got torch.int8"),
+    (
+        dict(params_dtype=torch.int8),
+        r"params_dtype must be a float dtype such as torch\.bfloat16, got torch\.int8",
+    ),
+    (dict(params_dtype="bfloat16"), r"such as torch\.bfloat16, got 'bfloat16'"),
+    (dict(router="sigmoid"), "router must be a RouterConfig, got 'sigmoid'"),
+    (dict(quant=None), "quant must be a QuantConfig, got None"),
     (dict(activation="gelu_new"), "unknown activation 'gelu_new'; choose one of silu, gelu, "),
     (
         dict(router=RouterConfig(apply_router_weight_on_input=True)),
@@ -380,7 +386,10 @@ def test_the_routed_scale_acts_in_one_place(on_output: bool) -> None:
         ({"hidden_act": None}, "the activation of qwen3_moe must be a name, got None"),
         ({"dtype": "flaot16"}, "dtype of the Hugging Face config is 'flaot16', which torch does"),
         ({"dtype": 16}, "dtype of the Hugging Face config is 16, which torch does not have"),
-        ({"dtype": "int8"}, "params_dtype must be a float dtype, got torch.int8"),
+        (
+            {"dtype": "int8"},
+            r"params_dtype must be a float dtype such as torch\.bfloat16, got torch\.int8",
+        ),
         ({"model_type": []}, r"model_type of the Hugging Face config must be a string, got \[\]"),
     ],
     ids=str,

@@ -100,3 +100,12 @@ def test_one_token_takes_no_second_graph_class(count_compiles: Callable[[], int]
     for num_tokens in (3, 1, 5, 1, 7):
         compiled(x_of(num_tokens))
     assert count_compiles() == 2
+
+
+def test_a_gate_trains_when_it_is_asked_to() -> None:
+    """A gate that asked by itself would send every call outside of no_grad to the slow kernels."""
+    gate = cmoe.GateLinear(HIDDEN, NUM_EXPERTS, bias=True)
+    assert not any(parameter.requires_grad for parameter in gate.parameters())
+    gate.requires_grad_()(x_of(3)).sum().backward()
+    assert gate.weight.grad is not None
+    assert gate.bias.grad is not None

@@ -148,10 +148,12 @@ def choose_backend(spec: LayerSpec, requested: str = "auto") -> Backend:
 
 def select_kernels(spec: LayerSpec, requested: str = "auto") -> Kernels:
     """The chosen backend's kernels; a call that needs gradients runs the reference instead."""
-    kernels = choose_backend(spec, requested).kernels()
+    backend = choose_backend(spec, requested)
+    kernels = backend.kernels()
+    name = None if backend is _LAST else backend.name
     return Kernels(
-        differentiable(kernels.fused_experts, fused_experts_reference),
-        differentiable(kernels.route, route_reference),
+        differentiable(kernels.fused_experts, fused_experts_reference, backend=name),
+        differentiable(kernels.route, route_reference, backend=name),
     )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+logger = logging.getLogger("cmoe")
 
 _LIBRARIES: dict[str, torch.library.Library] = {}
 
@@ -50,16 +54,36 @@ def asks_for_derivatives(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def differentiable(op: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+def differentiable(
+    op: Callable[..., Any], reference: Callable[..., Any], *, backend: str | None = None
+) -> Callable[..., Any]:
     """A callable that runs `op`, or `reference` where a derivative is asked of the call.
 
     The reference is ordinary traceable torch, so autograd differentiates it; both are the same
-    function of their arguments.
+    function of their arguments. backend: whose op it is, where a line should say once that it is
+    passed over.
     """
 
     def call(*arguments: Any) -> Any:
         if asks_for_derivatives(a for a in arguments if isinstance(a, Tensor)):
+            if backend is not None:
+                _say_reference_runs(backend)
             return reference(*arguments)
         return op(*arguments)
 
     return call
+
+
+@torch.compiler.assume_constant_result  # Runs while a graph is traced, is no part of it.
+def _say_reference_runs(backend: str) -> None:
+    _say_once(backend)
+
+
+@functools.cache
+def _say_once(backend: str) -> None:
+    """Once a process: training needs no more of it, inference may not know why it is slow."""
+    logger.warning(
+        "calls that gradients are asked of run the plain torch kernels, not those of the %s "
+        "backend; for inference use torch.no_grad()",
+        backend,
+    )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cmoe.custom_ops import registration
 from cmoe.custom_ops.registration import define_op, differentiable
 
 
@@ -97,3 +98,21 @@ def test_the_choice_is_made_while_tracing() -> None:
     compiled(x).sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
     assert torch.equal(compiled(x.detach()), torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_passing_over_a_backend_is_said_once(
+    compiled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    registration._say_once.cache_clear()
+    call = differentiable(OP, _scaled, backend="fast")
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    run(torch.ones(3), 2.0)
+    assert not caplog.records
+    for _ in range(2):
+        run(torch.ones(3, requires_grad=True), 2.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "calls that gradients are asked of run the plain torch kernels, not those of the fast "
+        "backend; for inference use torch.no_grad()"
+    ]
+    registration._say_once.cache_clear()
