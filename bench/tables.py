@@ -9,6 +9,10 @@ from bench.record import Cell, Record
 
 OURS = "cmoe:"
 
+BUSY_SPREAD = 0.3
+"""Above this typical spread a table says that it cannot be trusted. Idle machines stay below 0.1,
+hosts with other guests reached 0.16 in records whose medians repeated."""
+
 
 def column_of(cell: Cell) -> str:
     """The heading of an implementation under a mode."""
@@ -145,10 +149,13 @@ def spread_text(cells: Iterable[Cell]) -> str:
     if not timed:
         return "Nothing was timed."
     typical, worst = timed[len(timed) // 2], timed[-1]
-    return (
+    text = (
         f"Spread (quartile distance / median): {100 * spread_of(typical):.1f} % typical, at most "
         f"{100 * spread_of(worst):.0f} % ({worst.shape} T={worst.tokens} {column_of(worst)})."
     )
+    if spread_of(typical) > BUSY_SPREAD:
+        text += " Something else ran on this machine: do not trust these times, run again."
+    return text
 
 
 def _read_text(record: Record) -> str:
@@ -192,7 +199,8 @@ def record_text(record: Record) -> str:
         if reasons:
             parts.append("Left out:\n\n" + reasons)
     parts.append(
-        "Cells: median milliseconds (percent of the floor). "
+        "Cells: median milliseconds (percent of the floor); -: left out for the reason below the "
+        "table; blank: not in the suite. "
         "Floor = max(bytes of the active experts / read bandwidth, flops / peak); the peak is the "
         "fastest multiplication measured for the dtype, float32 FMA where asked for."
     )

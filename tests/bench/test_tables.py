@@ -52,9 +52,10 @@ def test_the_summary_has_a_line_a_shape() -> None:
 
 def test_the_spread_of_the_worst_cell_is_named() -> None:
     wild = cell(impl="torch:grouped_mm", ms=2.0, ms_samples=(1.0, 1.0, 2.0, 3.0, 3.0))
-    assert tables.spread_text([cell(), wild]).endswith(
+    assert tables.spread_text([cell(), cell(), wild]).endswith(
         "at most 100 % (olmoe T=4 torch:grouped_mm)."
     )
+    assert tables.spread_text([cell(), wild, wild]).endswith("do not trust these times, run again.")
     assert tables.spread_text([]) == "Nothing was timed."
 
 
