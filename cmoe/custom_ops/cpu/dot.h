@@ -26,8 +26,6 @@ constexpr A least(A a, A b) {
 
 // Weight rows, of gate, up or down, that stay in L2 while rows of x pass.
 constexpr int kColumnsPerBlock = 96;
-// Places along K that are fetched ahead while a block is turned.
-constexpr int kTurnAhead = 32;
 
 inline V load_any(DType t, const void* p, int64_t at, int n) {
   if (t == DType::kFP32) return vload((const float*)p + at, n);
@@ -162,63 +160,20 @@ CMOE_INLINE void dispatch_whole(int mt, F&& f) {
   return f.template operator()<2, kTileN>();
 }
 // Calls f.operator()<MT, NT, flow>(); the flows but kBlock exist for dispatch_whole's shapes.
-template <class F>
+template <bool kHasPieces, class F>
 CMOE_INLINE void dispatch_flow(Flow flow, int mt, int nt, F&& f) {
   if (flow != Flow::kBlock) {
     return dispatch_whole(mt, [&]<int MT, int NT>() CMOE_LAMBDA {
-      if (flow == Flow::kRolling) return f.template operator()<MT, NT, Flow::kRolling>();
-      f.template operator()<MT, NT, Flow::kPieces>();
+      if constexpr (kHasPieces) {
+        if (flow == Flow::kPieces) return f.template operator()<MT, NT, Flow::kPieces>();
+      }
+      f.template operator()<MT, NT, Flow::kRolling>();
     });
   }
   dispatch_tile(mt, nt,
                 [&]<int MT, int NT>() CMOE_LAMBDA { f.template operator()<MT, NT, Flow::kBlock>(); });
 }
 inline int panel_rows(int64_t n) { return kTileN >= 6 && n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1; }
-
-// to[n, k] = from[n + k * stride_col] for a [rows, kn] block: weights whose rows are contiguous,
-// brought along K.
-template <class W>
-void transpose_block(const W* from, int64_t stride_col, int64_t rows, int64_t kn, W* to,
-                     int64_t to_stride) {
-  constexpr int kSide = 16 / sizeof(W);
-  typedef W Q __attribute__((vector_size(16)));
-  int64_t k = 0;
-  for (; k + kSide <= kn; k += kSide) {
-    // Each row lies in a page of its own, which the hardware does not run ahead into.
-    for (int i = 0; i < kSide; ++i)
-      for (int64_t at = 0; at < rows; at += 64 / sizeof(W))
-        __builtin_prefetch(from + (k + kTurnAhead + i) * stride_col + at, 0, 3);
-    int64_t n = 0;
-    for (; n + kSide <= rows; n += kSide) {
-      Q a[kSide], b[kSide];
-#pragma GCC unroll 8
-      for (int i = 0; i < kSide; ++i) __builtin_memcpy(&a[i], from + (k + i) * stride_col + n, 16);
-      // log2(kSide) perfect shuffles of the rows transpose the square.
-#pragma GCC unroll 3
-      for (int step = 1; step < kSide; step *= 2) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kSide / 2; ++i) {
-          const Q x = a[i], y = a[i + kSide / 2];
-          if constexpr (kSide == 8) {
-            b[2 * i] = __builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
-            b[2 * i + 1] = __builtin_shufflevector(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
-          } else {
-            b[2 * i] = __builtin_shufflevector(x, y, 0, 4, 1, 5);
-            b[2 * i + 1] = __builtin_shufflevector(x, y, 2, 6, 3, 7);
-          }
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < kSide; ++i) a[i] = b[i];
-      }
-#pragma GCC unroll 8
-      for (int i = 0; i < kSide; ++i) __builtin_memcpy(to + (n + i) * to_stride + k, &a[i], 16);
-    }
-    for (; n < rows; ++n)
-      for (int i = 0; i < kSide; ++i) to[n * to_stride + k + i] = from[(k + i) * stride_col + n];
-  }
-  for (; k < kn; ++k)
-    for (int64_t n = 0; n < rows; ++n) to[n * to_stride + k] = from[k * stride_col + n];
-}
 
 // The weight rows of one item and one block of K: where they lie, or turned along K in the thread's
 // scratch.
@@ -292,7 +247,7 @@ struct NativeBf16 {
 
   static void tile(Flow flow, int mt, int nt, const X* const* rows, Panel<W> w, int n, float* c,
                    int64_t stride, bool add, Piece piece, Ahead ahead) {
-    dispatch_flow(flow, mt, nt, [&]<int MT, int NT, Flow kFlow>() CMOE_LAMBDA {
+    dispatch_flow<(kPieceK < kBlockK)>(flow, mt, nt, [&]<int MT, int NT, Flow kFlow>() CMOE_LAMBDA {
       tile_of<MT, NT, kFlow>(rows, w, n, c, stride, add, piece, ahead);
     });
   }
@@ -422,7 +377,7 @@ struct Fma {
 
   static void tile(Flow flow, int mt, int nt, const X* const* rows, const AnyPanel& w, int n,
                    float* c, int64_t stride, bool add, Piece piece, Ahead ahead) {
-    dispatch_flow(flow, mt, nt, [&]<int MT, int NT, Flow kFlow>() CMOE_LAMBDA {
+    dispatch_flow<(kPieceK < kBlockK)>(flow, mt, nt, [&]<int MT, int NT, Flow kFlow>() CMOE_LAMBDA {
       if constexpr (kWideRows > 0 && kFlow == Flow::kBlock) {
         if (w.wide.w != nullptr)
           return tile_of<MT, NT, kFlow, Fp32>(rows, w.wide, round_up(n, kChunk), c, stride, add,

@@ -119,5 +119,105 @@ CMOE_INLINE void reduce_tile(const V (&acc)[MT][NT], float* c, int64_t stride, b
   reduce_columns<0>(acc, c, stride, add);
 }
 
+// Rows of sixteen 32-bit values to columns.
+CMOE_INLINE void transpose16(__m512i (&r)[16]) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // Quarter q of r[4 i + c] is now column 4 q + c of the rows 4 i to 4 i + 3.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512i even0 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88),
+                  odd0 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd),
+                  even1 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88),
+                  odd1 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+    t[c] = _mm512_shuffle_i32x4(even0, even1, 0x88);
+    t[4 + c] = _mm512_shuffle_i32x4(odd0, odd1, 0x88);
+    t[8 + c] = _mm512_shuffle_i32x4(even0, even1, 0xdd);
+    t[12 + c] = _mm512_shuffle_i32x4(odd0, odd1, 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+// to[n, k] = from[n + k * stride_col] for a square of one line a side, or `rows` by `places` of it;
+// places up to the line's end become zero.
+template <bool kWhole>
+void turn_square(const uint16_t* from, int64_t stride_col, int rows, int places, uint16_t* to,
+                 int64_t to_stride) {
+  const __mmask32 mask = pairs_mask(rows);
+  auto place = [&](int k) CMOE_LAMBDA {
+    if (kWhole) return _mm512_loadu_si512(from + k * stride_col);
+    return k < places ? _mm512_maskz_loadu_epi16(mask, from + k * stride_col)
+                      : _mm512_setzero_si512();
+  };
+  // Two places make a row of 32-bit values: of the columns 8 q to 8 q + 3, then of the others.
+  for (int half = 0; half < 2; ++half) {
+    __m512i r[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const __m512i a = place(2 * i), b = place(2 * i + 1);
+      r[i] = half == 0 ? _mm512_unpacklo_epi16(a, b) : _mm512_unpackhi_epi16(a, b);
+    }
+    transpose16(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const int n = i / 4 * 8 + half * 4 + i % 4;
+      if (kWhole || n < rows) _mm512_storeu_si512(to + n * to_stride, r[i]);
+    }
+  }
+}
+template <bool kWhole>
+void turn_square(const float* from, int64_t stride_col, int rows, int places, float* to,
+                 int64_t to_stride) {
+  const __mmask16 mask = lanes_mask(rows);
+  __m512i r[16];
+#pragma GCC unroll 16
+  for (int k = 0; k < 16; ++k) {
+    const float* p = from + k * stride_col;
+    r[k] = kWhole       ? _mm512_loadu_si512(p)
+           : k < places ? _mm512_castps_si512(_mm512_maskz_loadu_ps(mask, p))
+                        : _mm512_setzero_si512();
+  }
+  transpose16(r);
+#pragma GCC unroll 16
+  for (int n = 0; n < 16; ++n)
+    if (kWhole || n < rows) _mm512_storeu_si512(to + n * to_stride, r[n]);
+}
+
+// to[n, k] = from[n + k * stride_col] for a [rows, kn] block: weights whose rows are contiguous,
+// brought along K. Rows of `to` are whole lines.
+template <class W>
+void transpose_block(const W* from, int64_t stride_col, int64_t rows, int64_t kn, W* to,
+                     int64_t to_stride) {
+  constexpr int kSide = 64 / sizeof(W);
+  for (int64_t k = 0; k < kn; k += kSide) {
+    for (int64_t n = 0; n < rows; n += kSide) {
+      const W* at = from + n + k * stride_col;
+      // Each place lies in a page of its own, which the hardware does not run ahead into: the
+      // square two further along K.
+      for (int i = 2 * kSide; i < 3 * kSide; ++i) __builtin_prefetch(at + i * stride_col, 0, 3);
+      W* target = to + n * to_stride + k;
+      if (n + kSide <= rows && k + kSide <= kn) {
+        turn_square<true>(at, stride_col, kSide, kSide, target, to_stride);
+      } else {
+        const int64_t most_rows = rows - n, most_places = kn - k;
+        turn_square<false>(at, stride_col, most_rows < kSide ? most_rows : kSide,
+                           most_places < kSide ? most_places : kSide, target, to_stride);
+      }
+    }
+  }
+}
+
 }  // namespace CMOE_ISA
 }  // namespace cmoe
