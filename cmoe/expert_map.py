@@ -67,11 +67,11 @@ class ExpertMapManager:
 
     def local_rows_of(self, logical_expert: int) -> list[int]:
         """This rank's weight rows that hold a logical expert; empty when it holds none."""
-        return [
-            row
-            for row, physical in enumerate(self.physical_experts_of(self.ep_rank))
-            if self._logical(physical) == logical_expert
-        ]
+        here, num_logical = self.physical_experts_of(self.ep_rank), self.num_logical_experts
+        if logical_expert >= num_logical:
+            return []
+        copies = range(logical_expert, self.num_physical_experts, num_logical)
+        return [here.index(physical) for physical in copies if physical in here]
 
     def expert_map(self) -> Tensor | None:
         """[P] int32, physical expert -> this rank's row or -1; None on one rank (identity)."""
