@@ -70,13 +70,6 @@ def from_pretrained(
     return model.eval()
 
 
-def empty_model(folder: str | Path) -> PreTrainedModel:
-    """The model on the meta device, its blocks as transformers has them: for looking at it."""
-    hf_config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        return model_class(hf_config)._from_config(hf_config)
-
-
 def model_class(hf_config: Any) -> Any:
     """The class that saved the model, where config.json tells; else the one for causal LMs."""
     for name in hf_config.architectures or ():
