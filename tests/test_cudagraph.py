@@ -107,7 +107,7 @@ def test_dead_rows_of_nan_leave_the_others_alone(make, num_tokens: int) -> None:
 
 @LAYERS
 def test_a_number_of_tokens_never_seen_can_be_captured(make) -> None:
-    """Nothing may compile, tune, allocate outside the pool, when another size was warmed up."""
+    """Kernels that another size did not need are compiled, loaded while the graph is captured."""
     layer = make()
     warm_up(layer, 8)
     for num_tokens in (5, 1, 16, 33, 100, 2):

@@ -7,7 +7,6 @@ torch's allocator, so that a CUDA graph captures the call whatever the routing i
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from cmoe.custom_ops.triton.alone import down_alone, gate_up_alone
 from cmoe.custom_ops.triton.combine import combine
 from cmoe.custom_ops.triton.down import down
 from cmoe.custom_ops.triton.gate_up import gate_up
+from cmoe.custom_ops.triton.launch import launching
 from cmoe.custom_ops.triton.parameters import (
     ROWS_ALONE,
     Device,
@@ -120,7 +120,7 @@ def fused_experts_with(parameters: Parameters, call: Call) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() > 0:
         run = _run_alone if parameters.block_m == ROWS_ALONE else _run_sorted
-        with _current(x.device):
+        with launching(x.device):
             run(parameters, call, y)
     return y
 
@@ -238,13 +238,6 @@ def device_of(device: torch.device) -> Device:
         shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         wide_tiles=properties.major in (9, 10),
     )
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes the device current, as Triton needs it; nothing to do for the usual case."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 def _kernel(*arguments: Any) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cmoe.custom_ops.registration import define_op
 from cmoe.custom_ops.route import RENORMALIZE_EPSILON, SCHEMA, check_route, route_fake
+from cmoe.custom_ops.triton.launch import launching
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -192,7 +193,7 @@ def _route(
     ids = logits.new_empty((num_tokens, top_k), dtype=torch.int32)
     if num_tokens == 0:
         return weights, ids
-    with torch.cuda.device_of(logits):
+    with launching(logits.device):
         _route_kernel[(num_tokens,)](
             logits,
             bias,
