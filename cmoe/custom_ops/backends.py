@@ -159,9 +159,9 @@ def select_kernels(spec: LayerSpec, requested: str = "auto") -> Kernels:
 
 @functools.cache
 def _log_choice(chosen: str, device: str, reasons: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
-    """Says once for each choice why faster backends were passed over."""
+    """Says once for each choice why other backends were passed over, loudly where all were."""
     passed = [f"{name}: {'; '.join(why)}" for name, why in reasons if why]
     if passed and device != "meta":
-        logger.warning(
-            "experts on %s run by the %s backend (%s)", device, chosen, ", ".join(passed)
-        )
+        level = logging.WARNING if chosen == _LAST.name else logging.INFO
+        why = ", ".join(passed)
+        logger.log(level, "experts on %s run by the %s backend (%s)", device, chosen, why)

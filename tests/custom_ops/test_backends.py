@@ -161,12 +161,23 @@ def test_a_backend_is_taken_away_again() -> None:
 def test_auto_passes_over_those_that_refuse_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     register_backend(Outside("slow"))
     register_backend(Outside("fast", "no AVX-512", "I must be a multiple of 32"))
-    with caplog.at_level(logging.WARNING, logger="cmoe"):
+    with caplog.at_level(logging.INFO, logger="cmoe"):
         for _ in range(3):
             assert choose_backend(SPEC).name == "slow"
     assert [record.getMessage() for record in caplog.records] == [
         "experts on cpu run by the slow backend (fast: no AVX-512; I must be a multiple of 32)"
     ]
+
+
+def test_only_the_plain_kernels_are_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A GPU's layer passes over the cpu backend, and that is as it should be."""
+    register_backend(Outside("able"))
+    register_backend(Outside("fast", "no AVX-512"))
+    choose_backend(SPEC)
+    assert caplog.records == []
+    unregister_backend("able")
+    assert choose_backend(SPEC).name == "reference"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_nothing_is_said_where_nothing_was_passed_over(caplog: pytest.LogCaptureFixture) -> None:
