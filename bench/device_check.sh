@@ -35,6 +35,7 @@ sys.exit(not cells or any(cell.error for cell in cells))
 '
 if "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
     WHERE=gpu
+    ENVIRONMENT=(env CXX=none) # building the CPU kernels would take the time of a table
     # Compiling is most of what the tests do, so they run beside each other where that can be.
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then WORKERS=(-n 12); else WORKERS=(); fi
     TESTS=(tests/custom_ops/triton -k "not aot and not interpreter" "${WORKERS[@]}")
@@ -44,6 +45,7 @@ if "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; th
     TUNE=(--shape qwen3-30b-a3b)
 else
     WHERE=interpreter
+    ENVIRONMENT=()
     export TRITON_INTERPRET=1
     TESTS=(tests/custom_ops/triton/test_route.py -k "ties or mistakes")
     CAPTURES=(tests/test_cudagraph.py tests/test_overlap.py -m gpu)
@@ -77,7 +79,7 @@ step() {
     SUMMARY+=("| $name | $status | $((SECONDS - began)) s |")
 }
 
-step environment 60 "$PYTHON" -c 'from cmoe.cli import main; main(["env"])'
+step environment 60 "${ENVIRONMENT[@]}" "$PYTHON" -c 'from cmoe.cli import main; main(["env"])'
 step tests 140 "${PYTEST[@]}" "${TESTS[@]}"
 step captures 100 "${PYTEST[@]}" "${CAPTURES[@]}"
 step headline 220 "$PYTHON" -m bench run "${HEADLINE[@]}" --out "$FOLDER/headline.json"
