@@ -95,18 +95,34 @@ def load_tensors(
     The last is seen while writing only: to look before would read every tensor twice.
     """
     judge = _Judge(homes)
-    if isinstance(named_tensors, Mapping):
-        judged: Iterable[_Judged] = list(judge.writes(named_tensors.items()))
-        if strict:
-            judge.report().check(what)
-        for each in judged:
-            judge.check_memory(each)
-    else:
-        judged = judge.writes(named_tensors)
+    if not isinstance(named_tensors, Mapping):
+        return _load_one_by_one(named_tensors, judge, what, strict)
+    judged = list(judge.writes(named_tensors.items()))
+    if strict:
+        judge.report().check(what)
+    for each in judged:
+        judge.check_memory(each)
     for each in judged:
         judge.copy(each)
     report = judge.report()
     return report.check(what) if strict else report
+
+
+def _load_one_by_one(
+    named_tensors: Iterable[tuple[str, Source]], judge: _Judge, what: str, strict: bool
+) -> LoadReport:
+    try:
+        for each in judge.writes(named_tensors):
+            judge.copy(each)
+        report = judge.report()
+        return report.check(what) if strict else report
+    except LoadError as error:
+        if not judge.report().keys_used:
+            raise
+        raise LoadError(
+            f"{error}. The tensors came one by one, so the layer is partly written: load again, "
+            "or pass a dict, which is judged before the first write"
+        ) from error
 
 
 def judge_tensors(named_tensors: Mapping[str, Source], homes: Homes) -> LoadReport:
