@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
 import io
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -18,14 +25,18 @@ from transformers import (
     PhimoeConfig,
     PhimoeForCausalLM,
     PreTrainedModel,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 import cmoe
 from cmoe.integrations.transformers import replace_moe
+from tests.integrations.transformers.architectures import tiny
 from tests.integrations.transformers.tiny_models import (
     LAYERS,
     MODELS,
     blocks,
+    fill,
     relative_error,
     tiny_model,
     token_ids,
@@ -310,9 +321,147 @@ def test_shared_weights_are_refused() -> None:
     model = tiny_model("gpt_oss")
     first, last = (block.experts for block in blocks(model))
     last.down_proj = first.down_proj
-    check_refused(
-        model, r"down_proj shares its memory with model\.layers\.0\.mlp\.experts\.down_proj"
+    check_refused(model, "down_proj shares its memory with model.layers.0.mlp.experts.down_proj")
+
+
+def test_views_of_one_storage_are_refused() -> None:
+    """Reordered in place, each would be reordered twice."""
+    model = tiny_model("gpt_oss")
+    first, last = (block.experts for block in blocks(model))
+    last.gate_up_proj = nn.Parameter(first.gate_up_proj.data[:])
+    check_refused(model, "gate_up_proj shares its memory with model.layers.0")
+
+
+@torch.no_grad()
+def test_parts_of_one_storage_are_fine() -> None:
+    """As a mapped file gives them."""
+    model, ids = tiny_model("gpt_oss"), token_ids()
+    expected = model(ids).logits
+    flat, start = torch.empty(sum(p.numel() for p in model.parameters())), 0
+    for parameter in model.parameters():
+        place = flat[start : start + parameter.numel()].view(parameter.shape)
+        parameter.data = place.copy_(parameter)
+        start += parameter.numel()
+    replace_moe(model)
+    assert relative_error(model(ids).logits, expected) <= 1e-5
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, DistributedDataParallel])
+def test_a_wrapped_model_is_refused(wrapper: Any, process_group: None) -> None:
+    model = tiny_model("mixtral").requires_grad_(True)
+    with pytest.raises(cmoe.UnsupportedError, match=f"the model is wrapped in {wrapper.__name__}"):
+        replace_moe(wrapper(model))
+    assert replace_moe(model).replaced == PATHS
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "match"),
+    [
+        ("qwen3_moe", "gate.top_k=2", "gate.top_k is 2, by the config 3"),
+        ("qwen3_moe", "gate.norm_topk_prob=False", "norm_topk_prob is False, by the config True"),
+        ("gpt_oss", "experts.limit=3.0", "experts.limit is 3.0, by the config 7.0"),
+        ("gpt_oss", "experts.alpha=1.0", "experts.alpha is 1.0, by the config 1.702"),
+        ("gpt_oss", "router.top_k=1", "router.top_k is 1, by the config 3"),
+        ("deepseek_v3", "gate.routed_scaling_factor=1.0", "factor is 1.0, by the config 2.5"),
+        ("deepseek_v3", "gate.topk_group=1", "gate.topk_group is 1, by the config 2"),
+        ("mixtral", "jitter_noise=0.1", "jitter_noise is 0.1, by the config 0.0"),
+        ("mixtral", "experts._is_expert_parallel=True", "parallel is True, by the config False"),
+    ],
+)
+def test_attributes_changed_after_the_build_are_refused(
+    family: str, change: str, match: str
+) -> None:
+    model = tiny_model(family)
+    place, _, value = change.partition("=")
+    path, _, name = place.rpartition(".")
+    setattr(blocks(model)[-1].get_submodule(path), name, ast.literal_eval(value))
+    check_refused(model, match)
+
+
+def test_another_activation_is_refused() -> None:
+    model = tiny_model("mixtral")
+    blocks(model)[-1].experts.act_fn = nn.GELU()
+    check_refused(model, "experts.act_fn is a GELU, by the config a SiLU")
+
+
+def test_another_gate_function_is_refused() -> None:
+    model = tiny_model("mixtral")
+    blocks(model)[-1].experts._apply_gate = torch.tanh
+    check_refused(model, "experts has functions of its own: _apply_gate")
+
+
+def test_hooks_of_the_gate_are_refused() -> None:
+    model = tiny_model("mixtral")
+    blocks(model)[-1].gate.register_forward_hook(lambda module, args, output: None)
+    check_refused(model, "its gate has hooks")
+
+
+@four_families
+@torch.no_grad()
+def test_what_is_saved_is_a_checkpoint_of_transformers(family: str, tmp_path: Path) -> None:
+    """The same bytes as without the replacement, also where an inner model was given."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "before")
+    replace_moe(model.model)
+    model.save_pretrained(tmp_path / "after")
+    check_same_files(tmp_path)
+
+
+@torch.no_grad()
+def test_a_whole_model_whose_files_are_turned_is_saved(tmp_path: Path) -> None:
+    """transformers' own converter looks up the shapes of the experts' parameters by their names."""
+    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=20)
+    config = Qwen3VLMoeConfig(
+        text_config=tiny("qwen3_vl_moe").config.to_dict(),
+        vision_config={**vision, "deepstack_visual_indexes": [0]},
     )
+    model = fill(Qwen3VLMoeForConditionalGeneration(config).eval())
+    model.save_pretrained(tmp_path / "before")
+    assert len(replace_moe(model).replaced) == LAYERS
+    copy.deepcopy(model).save_pretrained(tmp_path / "after")
+    check_same_files(tmp_path)
+
+
+def check_same_files(folder: Path) -> None:
+    before = load_file(folder / "before" / "model.safetensors")
+    after = load_file(folder / "after" / "model.safetensors")
+    assert set(after) == set(before)
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor), name
+
+
+@four_families
+def test_parameters_are_found_by_transformers_names(family: str) -> None:
+    model = tiny_model(family)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    replace_moe(model)
+    for name, tensor in expected.items():
+        if ".experts." in name:
+            assert torch.equal(model.get_parameter(name), tensor)
+    with pytest.raises(AttributeError, match="up_proj_scale"):
+        model.get_parameter("model.layers.0.mlp.experts.up_proj_scale")
+
+
+@four_families
+@torch.no_grad()
+def test_state_goes_both_ways(family: str) -> None:
+    """The state_dict of a replaced model is that of one which is not."""
+    plain, replaced = tiny_model(family), tiny_model(family)
+    replace_moe(replaced)
+    ids = token_ids()
+    plain.load_state_dict(replaced.state_dict())
+    assert relative_error(plain(ids).logits, replaced(ids).logits) <= 1e-5
+    other = tiny_model(family)
+    replaced.load_state_dict(other.state_dict())
+    assert relative_error(replaced(ids).logits, other(ids).logits) <= 1e-5
 
 
 def test_hooks_of_the_block_are_refused() -> None:
