@@ -38,10 +38,9 @@ inline void store_any(DType t, void* p, int64_t at, V v, int n) {
                            : store_fp16((uint16_t*)p + at, v, n);
 }
 
-// What a tile prefetches while it computes: the first `bytes` of some rows of the panel that comes
-// next. Whole rows into L1: a prefetch into L2 is dropped as soon as a few are under way. Beginnings
-// into L2, to where the hardware brings the rest.
-constexpr int64_t kHeadBytes = 64;
+// What a tile prefetches of some rows of the panel that comes next: while it computes their first
+// `bytes`, into L1, since a prefetch into L2 is dropped as soon as a few are under way; or, with no
+// bytes, at once their beginnings, into L2, to where the hardware brings the rest.
 struct Ahead {
   const char* p;
   int64_t stride_bytes;
@@ -51,11 +50,11 @@ struct Ahead {
   CMOE_INLINE void fetch(int64_t at_bytes) const {
     if (at_bytes >= bytes) return;
     const char* q = p + at_bytes;
-    if (bytes == kHeadBytes) {
-      for (int i = 0; i < rows; ++i, q += stride_bytes) __builtin_prefetch(q, 0, 2);
-    } else {
-      for (int i = 0; i < rows; ++i, q += stride_bytes) __builtin_prefetch(q, 0, 3);
-    }
+    for (int i = 0; i < rows; ++i, q += stride_bytes) __builtin_prefetch(q, 0, 3);
+  }
+  CMOE_INLINE void begin() const {
+    if (bytes > 0) return;
+    for (int i = 0; i < rows; ++i) __builtin_prefetch(p + i * stride_bytes, 0, 2);
   }
 };
 
@@ -117,6 +116,7 @@ CMOE_INLINE int each_chunk(const W* w, int64_t stride, int n, const Ahead& ahead
       step(k);
     }
   } else {
+    ahead.begin();
     for (; k + kChunk <= n; k += kChunk) {
       ahead.fetch(k * sizeof(W));
       step(k);
@@ -204,7 +204,7 @@ struct NativeBf16 {
   using X = uint16_t;
   static constexpr int kChunk = 2 * kLanes;
   static constexpr int64_t kBlockK = 2048;  // a panel of six rows and the x of a tile fit L1
-  static constexpr int64_t kPieceK = 1024;  // two panels and the x of two tiles
+  static constexpr int64_t kPieceK = 1440;  // two panels fit L1
   static constexpr bool kConvertX = false;
   static constexpr int kWideRows = 0;
 

@@ -146,7 +146,7 @@ Ahead ahead_of(const W* following, int64_t stride, int64_t kn, bool whole_rows, 
             last = (t + 1) * kTileN / shares;
   const bool all = tiles > 1 && (whole_rows || tiles <= 4);
   return {(const char*)(following + first * stride), stride * (int64_t)sizeof(W), last - first,
-          all ? kn * (int64_t)sizeof(W) : kHeadBytes};
+          all ? kn * (int64_t)sizeof(W) : 0};
 }
 
 // group.c[m, n] = dot(x[m], group.base[n]) over K for M rows of x, in one pass over x for all
