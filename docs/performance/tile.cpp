@@ -58,10 +58,10 @@ int main() {
               if (policy > 0 && t < 6) {
                 const int a = t * 6 / share, b = (t + 1) * 6 / share;
                 ahead = Ahead{(const char*)(w + size_t(6 * (p + 1) + a) * q.row), q.row * 2, b - a,
-                              policy == 1 ? q.K * 2 : 64};
+                              policy == 1 ? q.K * 2 : 0};
               }
-              NativeBf16::tile(4, 6, rows, Panel<uint16_t>{w + size_t(6 * p) * q.row, q.row}, q.K,
-                               c + t * 4 * 192 + p % 32 * 6, 192, false, ahead);
+              NativeBf16::tile(Flow::kBlock, 4, 6, rows, Panel<uint16_t>{w + size_t(6 * p) * q.row, q.row}, q.K,
+                               c + t * 4 * 192 + p % 32 * 6, 192, false, Piece{}, ahead);
             }
           }
           const double time = seconds() - start;
