@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -108,8 +109,11 @@ def open_read_stream(*, threads: int) -> ReadStream | None:
 
 def _native_library() -> ctypes.CDLL | None:
     """limits.cpp compiled for this machine; None, with a line saying why, where that fails."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    compiler = (
+        shlex.split(os.environ.get("CXX", ""))
+        or [path for path in (shutil.which("g++"), shutil.which("clang++")) if path][:1]
+    )
+    if not compiler:
         _say("no C++ compiler (set CXX): limits come from torch, the peak is a lower bound")
         return None
     key = hashlib.sha256(_SOURCE.read_bytes() + repr((compiler, cpu.model_name())).encode())
@@ -118,10 +122,10 @@ def _native_library() -> ctypes.CDLL | None:
         building = path.with_suffix(f".{os.getpid()}")
         flags = ["-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
         done = subprocess.run(
-            [compiler, *flags, str(_SOURCE), "-o", str(building)], capture_output=True, text=True
+            [*compiler, *flags, str(_SOURCE), "-o", str(building)], capture_output=True, text=True
         )
         if done.returncode:
-            _say(f"{compiler} cannot build limits.cpp: limits come from torch\n{done.stderr}")
+            _say(f"{compiler[0]} cannot build limits.cpp: limits come from torch\n{done.stderr}")
             return None
         building.rename(path)
     library = ctypes.CDLL(str(path))

@@ -34,10 +34,26 @@ def _collect(module: nn.Module, tensors: list[Tensor]) -> None:
             _collect(child, tensors)
 
 
+def has_buffers(module: nn.Module) -> bool:
+    """Whether a module in the tree has a buffer."""
+    return any(
+        any(buffer is not None for buffer in inner._buffers.values()) for inner in module.modules()
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module in the tree calls more than its forward."""
+    return any(
+        bool(inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks)
+        for inner in module.modules()
+    )
+
+
 def with_tensors(module: Layer, tensors: list[Tensor]) -> Layer:
     """The module itself when `tensors` are its own, else a twin that has them in their place.
 
-    tensors: in the order of `tensors_of`; RuntimeError for another number of them.
+    tensors: in the order of `tensors_of`. RuntimeError for another number of them; for a twin of a
+    module with a forward of its own (offloading), which would go on with the module's tensors.
     """
     own = tensors_of(module)
     if len(own) != len(tensors):
@@ -62,6 +78,11 @@ def _is_same(own: Tensor, given: Tensor) -> bool:
 
 
 def _twin(module: Layer, tensors: Iterator[Tensor]) -> Layer:
+    if "forward" in module.__dict__:
+        raise RuntimeError(
+            f"a {type(module).__name__} has a forward of its own, which cannot be given other "
+            "tensors: let no graph write the layer's weights, or build it with transparent=True"
+        )
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     for table in ("_parameters", "_buffers"):

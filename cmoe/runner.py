@@ -17,7 +17,7 @@ from cmoe.autocast import is_autocast_on
 from cmoe.config import MoEConfig
 from cmoe.custom_ops.registration import asks_for_derivatives
 from cmoe.distributed.dispatch import Dispatcher
-from cmoe.layer_state import tensors_of
+from cmoe.layer_state import has_buffers, has_hooks, tensors_of
 from cmoe.load_report import Homes, LoadReport, NamedTensors, load_tensors
 from cmoe.ops import moe_forward, moe_forward_shared
 from cmoe.pluggable import PluggableLayer
@@ -224,11 +224,23 @@ class MoERunner(MoERunnerInterface):
             return True
         if is_autocast_on(inputs.hidden_states.device):
             return True
-        if self.router.holds_unknown_tensors and torch.is_grad_enabled():
+        if torch.compiler.is_compiling() and self._does_more_than_its_state_tells():
             return True
         return asks_for_derivatives(
             [*tensors_of(self), *(tensor for tensor in inputs if tensor is not None)]
         )
+
+    def _does_more_than_its_state_tells(self) -> bool:
+        """Whether the inside may read or write what no graph around the op would know of.
+
+        A router that does not vouch for itself; buffers of shared experts (batch norm writes its
+        own); where gradients are enabled also trainable tensors of code that is not ours: of shared
+        experts, of hooks.
+        """
+        shared = self.shared_experts
+        if not self.router.is_closed or (shared is not None and has_buffers(shared)):
+            return True
+        return torch.is_grad_enabled() and (shared is not None or has_hooks(self))
 
     def _scales_weights(self, dtype: torch.dtype) -> bool:
         """Whether the scale on the output goes onto the routing weights instead.

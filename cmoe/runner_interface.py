@@ -76,7 +76,9 @@ class MoERunnerInterface(PluggableLayer):
 
     def op_identity(self) -> OpIdentity:
         """The last arguments of a layer op: which layer, and when traced, which state and call."""
-        if not torch.compiler.is_compiling():
+        # `make_fx` traces by a dispatch mode, without a compiler.
+        is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        if not is_traced:
             return OpIdentity(self.layer_token, None, None)
         fresh = torch.empty(0, device=self.layer_token.device) if torch.is_grad_enabled() else None
         return OpIdentity(self.layer_token, tensors_of(self), fresh)

@@ -112,6 +112,29 @@ def test_a_tensor_that_a_custom_function_closes_over_gets_its_gradient(compiled:
     torch.testing.assert_close(temperature.grad, (losses[0] - losses[1]) / 2e-6, **DIFFERENCES)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("where", ["a hook", "shared experts"])
+def test_a_tensor_that_only_foreign_code_knows_gets_its_gradient(
+    where: str, compiled: bool
+) -> None:
+    """A low-rank adapter in a hook, say; another trainable term hides that the gradient is lost."""
+    adapter = torch.randn(HIDDEN, HIDDEN, dtype=F64, requires_grad=True)
+
+    class Closing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ adapter
+
+    layer = layer_64(shared_experts=Closing() if where == "shared experts" else None)
+    if where == "a hook":
+        layer.routed_experts.register_forward_hook(lambda m, a, y: y + a[0] @ adapter)
+    x, logits = inputs_64()
+    other = torch.ones(3, dtype=F64, requires_grad=True)
+    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    (run(x, logits).sum() + other.sum()).backward()
+    expected = x.sum(0)[:, None].expand(HIDDEN, HIDDEN)
+    torch.testing.assert_close(adapter.grad, expected)
+
+
 class Dropping(nn.Module):
     """Shared experts that draw at each call."""
 

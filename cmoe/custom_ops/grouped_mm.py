@@ -145,8 +145,9 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
     x: [R, K], rows sorted by expert; weight: [E, N, K], any strides; offsets: [E] int32, the end of
     each expert's rows. -> [R, N]; rows past offsets[-1] are zero. Differentiable twice in x and
-    weight, forward mode and `torch.func` included (not compiled: UnsupportedError); an expert
-    without rows gets a zero gradient.
+    weight, forward mode and `torch.func.grad`, `jvp`, `jacrev`, `jacfwd`, `hessian` included (not
+    compiled: UnsupportedError; not under `vmap`, for the rows of an expert are a number of the
+    data); an expert without rows gets a zero gradient.
     """
     if _is_transformed():
         return _by_expert(x, weight, offsets)

@@ -31,13 +31,20 @@ class FusedMoERouter(PluggableLayer):
     requires: the fields of RouterInputs, besides hidden_states, that a call must come with; the
         runner refuses a call without them.
     num_logits: width of router_logits that the router reads; None when it reads none.
-    holds_unknown_tensors: the router may read tensors that are no parameters or buffers of it, so
-        whether a gradient is asked cannot be known beforehand.
+    is_closed: whether `forward` reads no tensors but its inputs, its parameters, its buffers, and
+        writes none of them. Compiled layers with another router are traced through their op, which
+        names what it reads, and nothing that it writes.
     """
 
     requires: frozenset[str] = frozenset({"router_logits"})
     num_logits: int | None = None
-    holds_unknown_tensors: bool = False
+    is_closed: bool = False
+
+    def __init_subclass__(cls) -> None:
+        """A new `forward` is not vouched for by the class that it overrides."""
+        super().__init_subclass__()
+        if "forward" in cls.__dict__ and "is_closed" not in cls.__dict__:
+            cls.is_closed = False
 
     @abstractmethod
     def forward(self, inputs: RouterInputs) -> Routing:

@@ -19,11 +19,9 @@ class CustomRouter(FusedMoERouter):
 
     The signature of vLLM's `custom_routing_function`. hidden_states: [T, H]; router_logits: [T, E]
     -> weights [T, K], ids [T, K] in [-1, E). Weights are multiplied by the routed scaling factor.
-    The function may close over tensors that train: compiled with gradients enabled it is traced, so
-    it must be traceable; under `torch.no_grad` it may do anything.
+    The function may close over tensors, also such that train or that a graph writes: compiled
+    layers trace it, so torch.compile must be able to.
     """
-
-    holds_unknown_tensors = True
 
     def __init__(self, config: MoEConfig, function: RoutingFunction) -> None:
         super().__init__()

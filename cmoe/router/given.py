@@ -12,6 +12,7 @@ class GivenTopKRouter(FusedMoERouter):
     """The caller's topk_weights [T, K] with topk_ids [T, K], as they are; K may differ by call."""
 
     requires = frozenset({"topk_weights", "topk_ids"})
+    is_closed = True
 
     def forward(self, inputs: RouterInputs) -> Routing:
         """Weights in float32 (float64 stays)."""

@@ -23,6 +23,7 @@ class HashRouter(FusedMoERouter):
     """
 
     requires = frozenset({"router_logits", "input_ids"})
+    is_closed = True
     hash_indices_table: Tensor
     num_logits: int
 

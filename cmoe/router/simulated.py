@@ -23,6 +23,7 @@ class SimulatedRouter(FusedMoERouter):
     """
 
     requires: frozenset[str] = frozenset()
+    is_closed = True
 
     def __init__(
         self,

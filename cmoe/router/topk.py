@@ -26,6 +26,7 @@ class TopKRouter(FusedMoERouter):
     e_score_correction_bias: buffer [E] float32, under `.to(dtype)` too.
     """
 
+    is_closed = True
     e_score_correction_bias: Tensor | None
 
     def __init__(self, config: MoEConfig, *, num_logits: int | None = None) -> None:

@@ -23,6 +23,8 @@ class ZeroExpertRouter(FusedMoERouter):
     Source: LongCat-Flash (arXiv 2509.01322), section on zero-computation experts.
     """
 
+    is_closed = True
+
     def __init__(self, config: MoEConfig, num_zero_experts: int) -> None:
         super().__init__()
         if num_zero_experts < 1:
