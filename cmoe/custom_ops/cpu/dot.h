@@ -60,11 +60,11 @@ struct Ahead {
 
 // How a tile goes through K.
 enum class Flow {
-  kBlock,    // a whole block of K at once
-  kRolling,  // the same, fetching a little ahead in its own rows, then in the next panel's
-  kPieces,   // a piece of a block: what is summed up waits in Piece::sums for the next one
+  kBlock,       // a whole block of K at once
+  kSequential,  // the same for one weight row, fetching ahead in memory: rows follow one another
+  kPieces,      // a piece of a block: what is summed up waits in Piece::sums for the next one
 };
-constexpr int64_t kRollBytes = 1024;  // how far ahead
+constexpr int64_t kSequentialBytes = 4096;  // how far ahead
 struct Piece {
   V* sums;            // [kTileM * kTileN]
   bool begins, ends;  // the first, the last of its block
@@ -98,21 +98,14 @@ CMOE_INLINE void end_tile(const V (&acc)[MT][NT], const Piece& piece, float* c, 
 }
 
 // step(k) for each whole chunk of [0, n) with the flow's prefetches before it; returns where the
-// rest begins. `w`: the panel, NT rows.
-template <Flow kFlow, int NT, int kChunk, class W, class F>
-CMOE_INLINE int each_chunk(const W* w, int64_t stride, int n, const Ahead& ahead, F&& step) {
+// rest begins. `w`: the panel.
+template <Flow kFlow, int kChunk, class W, class F>
+CMOE_INLINE int each_chunk(const W* w, int n, const Ahead& ahead, F&& step) {
   int k = 0;
-  if constexpr (kFlow == Flow::kRolling) {
-    constexpr int kRoll = kRollBytes / sizeof(W);
-    for (; k + kRoll + kChunk <= n; k += kChunk) {
-#pragma GCC unroll 8
-      for (int j = 0; j < NT; ++j) __builtin_prefetch(w + j * stride + k + kRoll, 0, 3);
-      step(k);
-    }
-    const char* next = ahead.p;
-    for (; k + kChunk <= n; k += kChunk, next += kChunk * sizeof(W)) {
-#pragma GCC unroll 8
-      for (int j = 0; j < NT; ++j) __builtin_prefetch(next + j * ahead.stride_bytes, 0, 3);
+  if constexpr (kFlow == Flow::kSequential) {
+    for (; k + kChunk <= n; k += kChunk) {
+      for (size_t line = 0; line < kChunk * sizeof(W); line += 64)
+        __builtin_prefetch((const char*)(w + k) + kSequentialBytes + line, 0, 3);
       step(k);
     }
   } else {
@@ -150,25 +143,26 @@ CMOE_INLINE void dispatch_tile(int mt, int nt, F&& f) {
   if (mt == 2) return row.template operator()<2>();
   return row.template operator()<1>();
 }
-// The same for a whole panel and two rows or more.
-template <class F>
-CMOE_INLINE void dispatch_whole(int mt, F&& f) {
-  if constexpr (kTileM >= 4) {
-    if (mt == 4) return f.template operator()<4, kTileN>();
-  }
-  if (mt == 3) return f.template operator()<3, kTileN>();
-  return f.template operator()<2, kTileN>();
-}
-// Calls f.operator()<MT, NT, flow>(); the flows but kBlock exist for dispatch_whole's shapes.
+// Calls f.operator()<MT, NT, flow>(): kSequential exists for one weight row, kPieces for a whole
+// panel and two rows of x or more.
 template <bool kHasPieces, class F>
 CMOE_INLINE void dispatch_flow(Flow flow, int mt, int nt, F&& f) {
-  if (flow != Flow::kBlock) {
-    return dispatch_whole(mt, [&]<int MT, int NT>() CMOE_LAMBDA {
-      if constexpr (kHasPieces) {
-        if (flow == Flow::kPieces) return f.template operator()<MT, NT, Flow::kPieces>();
+  if (flow == Flow::kSequential) {
+    if constexpr (kTileM >= 4) {
+      if (mt == 4) return f.template operator()<4, 1, Flow::kSequential>();
+    }
+    if (mt == 3) return f.template operator()<3, 1, Flow::kSequential>();
+    if (mt == 2) return f.template operator()<2, 1, Flow::kSequential>();
+    return f.template operator()<1, 1, Flow::kSequential>();
+  }
+  if constexpr (kHasPieces) {
+    if (flow == Flow::kPieces) {
+      if constexpr (kTileM >= 4) {
+        if (mt == 4) return f.template operator()<4, kTileN, Flow::kPieces>();
       }
-      f.template operator()<MT, NT, Flow::kRolling>();
-    });
+      if (mt == 3) return f.template operator()<3, kTileN, Flow::kPieces>();
+      return f.template operator()<2, kTileN, Flow::kPieces>();
+    }
   }
   dispatch_tile(mt, nt,
                 [&]<int MT, int NT>() CMOE_LAMBDA { f.template operator()<MT, NT, Flow::kBlock>(); });
@@ -234,8 +228,8 @@ struct NativeBf16 {
         for (int i = 0; i < MT; ++i) acc[i][j] = (V)_mm512_dpbf16_ps((__m512)acc[i][j], wv, xv[i]);
       }
     };
-    const int k = each_chunk<kFlow, NT, kChunk>(
-        w.w, w.stride, n, ahead, [&](int at) CMOE_LAMBDA {
+    const int k = each_chunk<kFlow, kChunk>(
+        w.w, n, ahead, [&](int at) CMOE_LAMBDA {
           step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, at);
         });
     if (k < n) {
@@ -364,7 +358,7 @@ struct Fma {
       }
     };
     const int k =
-        each_chunk<kFlow, NT, kChunk>(w.w, w.stride, n, ahead, [&](int at) CMOE_LAMBDA {
+        each_chunk<kFlow, kChunk>(w.w, n, ahead, [&](int at) CMOE_LAMBDA {
           half_step.template operator()<0>(at);
           half_step.template operator()<1>(at);
         });

@@ -135,16 +135,16 @@ struct RowGroup {
   float* c;
 };
 
-// What the t-th of `tiles` over a panel prefetches. One tile: the next rows' beginnings, since the
-// hardware streams a row better than instructions do once it has begun. Several tiles: each its
-// share of the next panel, which memory would otherwise wait for while the panel at work is read
-// from the cache. Many tiles on parts of rows: the beginnings again.
+// What the t-th of several tiles over a panel prefetches: its share of the next panel, which memory
+// would otherwise wait for while the panel at work is read from the cache. Many tiles on parts of
+// rows: the rows' beginnings alone, since the hardware streams a row better than instructions do
+// once it has begun.
 template <class W>
 Ahead ahead_of(const W* following, int64_t stride, int64_t kn, bool whole_rows, int t, int tiles) {
   if (t >= kTileN) return {nullptr, 0, 0, 0};
   const int shares = least(tiles, kTileN), first = t * kTileN / shares,
             last = (t + 1) * kTileN / shares;
-  const bool all = tiles > 1 && (whole_rows || tiles <= 4);
+  const bool all = whole_rows || tiles <= 4;
   return {(const char*)(following + first * stride), stride * (int64_t)sizeof(W), last - first,
           all ? kn * (int64_t)sizeof(W) : 0};
 }
@@ -172,7 +172,7 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
     for (int t = 0; t < tiles; ++t) {
       const int mt = (M - m + tiles - t - 1) / (tiles - t);
       for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k;
-      const Ahead ahead = stream && in_place
+      const Ahead ahead = stream && in_place && tiles > 1
                               ? ahead_of(following, w.stride_row, kn, kn == K, t, tiles)
                               : Ahead{nullptr, 0, 0, 0};
       D::tile(flow, mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride,
@@ -184,17 +184,18 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
 
   if (in_place &&
       M <= kRowsStreamed) {  // whole rows, one panel after the other: one run through memory
-    Flow of_whole_panels = Flow::kBlock;
-    if (stream && tiles == 1 && M > 1) of_whole_panels = Flow::kRolling;
-    if (stream && tiles > 1 && D::kPieceK < D::kBlockK) of_whole_panels = Flow::kPieces;
+    const bool sequential = stream && tiles == 1;
+    const bool pieces = stream && tiles > 1 && D::kPieceK < D::kBlockK;
     for (int g = 0; g < kGroups; ++g) {
       const W* base = groups[g].base;
       const W* after = g + 1 < kGroups ? groups[g + 1].base : next;
       for (int64_t n = 0, nt = 0; n < groups[g].n; n += nt) {
-        nt = panel_rows(groups[g].n - n);
+        nt = sequential ? 1 : panel_rows(groups[g].n - n);
         const W* at = base + n * w.stride_row;
         const W* below = n + nt < groups[g].n ? at + nt * w.stride_row : after;
-        const Flow flow = nt == kTileN ? of_whole_panels : Flow::kBlock;
+        const Flow flow = sequential               ? Flow::kSequential
+                          : pieces && nt == kTileN ? Flow::kPieces
+                                                   : Flow::kBlock;
         const int64_t most = flow == Flow::kPieces ? even_parts<D>(block, D::kPieceK) : block;
         for (int64_t k = 0, kn = 0; k < K; k += kn) {
           const int64_t done = k % block;
