@@ -74,9 +74,13 @@ def differentiable(
     return call
 
 
-@torch.compiler.assume_constant_result  # Runs while a graph is traced, is no part of it.
 def _say_reference_runs(backend: str) -> None:
     _say_once(backend)
+
+
+# Runs while a graph is traced, is no part of it: what `torch.compiler.assume_constant_result` sets,
+# which would import the whole compiler with `import cmoe`.
+_say_reference_runs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
