@@ -47,21 +47,14 @@ class Peer:
     def choose(self) -> tuple[Mode, Mode]:
         """The fastest mode for prefill, the fastest for decode, of all that run.
 
-        Every implementation is tried as it is; of those that can be compiled, the fastest one for
-        prefill and the fastest one for decode are tried compiled too.
+        Every implementation is tried as it is, then compiled where it can be.
         """
         times: dict[Mode, tuple[float, float]] = {}
         for implementation in IMPLEMENTATIONS:
             self._try(Mode(implementation=implementation, compiled=False), times)
-        for phase in (0, 1):
-            candidates = [
-                mode for mode in times if mode.implementation in _CAN_COMPILE and not mode.compiled
-            ]
-            if candidates:
-                best = min(candidates, key=lambda mode: times[mode][phase])
-                compiled = Mode(implementation=best.implementation, compiled=True)
-                if compiled not in times:
-                    self._try(compiled, times)
+        for mode in tuple(times):
+            if mode.implementation in _CAN_COMPILE:
+                self._try(Mode(implementation=mode.implementation, compiled=True), times)
         if not times:
             raise RuntimeError(f"transformers could not run its model: {self.trials}")
         prefill, decode = (min(times, key=lambda mode: times[mode][phase]) for phase in (0, 1))
