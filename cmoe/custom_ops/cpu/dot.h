@@ -65,6 +65,7 @@ enum class Flow {
   kPieces,      // a piece of a block: what is summed up waits in Piece::sums for the next one
 };
 constexpr int64_t kSequentialBytes = 4096;  // how far ahead
+constexpr int64_t kLongRowBytes = 1024;     // for shorter rows a tile of one costs more than it saves
 struct Piece {
   V* sums;            // [kTileM * kTileN]
   bool begins, ends;  // the first, the last of its block

@@ -135,16 +135,16 @@ struct RowGroup {
   float* c;
 };
 
-// What the t-th of several tiles over a panel prefetches: its share of the next panel, which memory
+// What the t-th of the tiles over a panel prefetches: of several its share of the next panel, which memory
 // would otherwise wait for while the panel at work is read from the cache. Many tiles on parts of
-// rows: the rows' beginnings alone, since the hardware streams a row better than instructions do
+// rows, or one tile on short rows: the rows' beginnings alone, since the hardware streams a row better than instructions do
 // once it has begun.
 template <class W>
 Ahead ahead_of(const W* following, int64_t stride, int64_t kn, bool whole_rows, int t, int tiles) {
   if (t >= kTileN) return {nullptr, 0, 0, 0};
   const int shares = least(tiles, kTileN), first = t * kTileN / shares,
             last = (t + 1) * kTileN / shares;
-  const bool all = whole_rows || tiles <= 4;
+  const bool all = tiles > 1 && (whole_rows || tiles <= 4);
   return {(const char*)(following + first * stride), stride * (int64_t)sizeof(W), last - first,
           all ? kn * (int64_t)sizeof(W) : 0};
 }
@@ -172,7 +172,7 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
     for (int t = 0; t < tiles; ++t) {
       const int mt = (M - m + tiles - t - 1) / (tiles - t);
       for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k;
-      const Ahead ahead = stream && in_place && tiles > 1
+      const Ahead ahead = stream && in_place && flow != Flow::kSequential
                               ? ahead_of(following, w.stride_row, kn, kn == K, t, tiles)
                               : Ahead{nullptr, 0, 0, 0};
       D::tile(flow, mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride,
@@ -184,7 +184,7 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
 
   if (in_place &&
       M <= kRowsStreamed) {  // whole rows, one panel after the other: one run through memory
-    const bool sequential = stream && tiles == 1;
+    const bool sequential = stream && tiles == 1 && K * (int64_t)sizeof(W) >= kLongRowBytes;
     const bool pieces = stream && tiles > 1 && D::kPieceK < D::kBlockK;
     for (int g = 0; g < kGroups; ++g) {
       const W* base = groups[g].base;
