@@ -6,8 +6,6 @@ import ctypes
 import dataclasses
 import hashlib
 import os
-import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from pathlib import Path
 import torch
 
 from bench import cpu
+from cmoe.environment import cxx_compiler
 
 _SOURCE = Path(__file__).with_name("limits.cpp")
 
@@ -109,11 +108,8 @@ def open_read_stream(*, threads: int) -> ReadStream | None:
 
 def _native_library() -> ctypes.CDLL | None:
     """limits.cpp compiled for this machine; None, with a line saying why, where that fails."""
-    compiler = (
-        shlex.split(os.environ.get("CXX", ""))
-        or [path for path in (shutil.which("g++"), shutil.which("clang++")) if path][:1]
-    )
-    if not compiler:
+    compiler = cxx_compiler()
+    if compiler is None:
         _say("no C++ compiler (set CXX): limits come from torch, the peak is a lower bound")
         return None
     key = hashlib.sha256(_SOURCE.read_bytes() + repr((compiler, cpu.model_name())).encode())

@@ -226,9 +226,9 @@ class MoERunner(MoERunnerInterface):
             return True
         if torch.compiler.is_compiling() and self._does_more_than_its_state_tells():
             return True
-        return asks_for_derivatives(
-            [*tensors_of(self), *(tensor for tensor in inputs if tensor is not None)]
-        )
+        # Without gradients nobody reads the list: no walk over the modules in every call.
+        own = tensors_of(self) if torch.is_grad_enabled() else []
+        return asks_for_derivatives([*own, *(tensor for tensor in inputs if tensor is not None)])
 
     def _does_more_than_its_state_tells(self) -> bool:
         """Whether the inside may read or write what no graph around the op would know of.

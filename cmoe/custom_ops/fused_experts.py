@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cmoe.activation import Activation, apply_activation
 from cmoe.custom_ops.grouped_mm import grouped_mm
+from cmoe.custom_ops.id_range import check_ids
 from cmoe.custom_ops.registration import define_op
 
 SCHEMA = (
@@ -53,7 +54,7 @@ def fused_experts_reference(
     check_weights(x, w13, w2, w13_bias, w2_bias, activation)
     check_routing(x, topk_weights, topk_ids, expert_map, apply_router_weight_on_input)
     num_rows_of_ids = w13.shape[0] if expert_map is None else expert_map.shape[0]
-    _check_ids(topk_ids, num_rows_of_ids)
+    check_ids("topk_ids", topk_ids, -1, num_rows_of_ids)
     num_tokens, top_k = topk_ids.shape
     num_experts = w13.shape[0]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -144,16 +145,6 @@ def check_routing(
         raise ValueError(f"expert_map must be [P], got {tuple(expert_map.shape)}")
     if apply_router_weight_on_input and topk_ids.shape[1] != 1:
         raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {topk_ids.shape[1]}")
-
-
-def _check_ids(topk_ids: Tensor, num_ids: int) -> None:
-    if topk_ids.device.type != "cpu" or torch.compiler.is_compiling():
-        in_range = ((topk_ids >= -1) & (topk_ids < num_ids)).all()
-        torch._assert_async(in_range, f"topk_ids must be in [-1, {num_ids})")
-    elif topk_ids.numel() and (topk_ids.min() < -1 or topk_ids.max() >= num_ids):
-        raise ValueError(
-            f"topk_ids must be in [-1, {num_ids}); got {topk_ids.min()} to {topk_ids.max()}"
-        )
 
 
 def fused_experts_fake(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cmoe.config import MoEConfig
+from cmoe.custom_ops.id_range import check_ids
 from cmoe.custom_ops.route import RENORMALIZE_EPSILON, sqrt_softplus
 from cmoe.router.base import FusedMoERouter, RouterSlot
 from cmoe.routing import RouterInputs, Routing
@@ -47,31 +48,16 @@ class HashRouter(FusedMoERouter):
         return (RouterSlot(names, self.hash_indices_table, self._check_ids),)
 
     def _check_ids(self, table: Tensor) -> None:
-        if table.numel():
-            low, high = int(table.min()), int(table.max())
-            if low < 0 or high >= self.num_logits:
-                raise ValueError(
-                    f"the hash table's ids must be in [0, {self.num_logits}); got {low} to {high}"
-                )
-
-    def _check_input_ids(self, input_ids: Tensor) -> None:
-        """An index below zero would read the table from its end."""
-        vocabulary = self.hash_indices_table.shape[0]
-        if input_ids.device.type != "cpu" or torch.compiler.is_compiling():
-            in_range = ((input_ids >= 0) & (input_ids < vocabulary)).all()
-            torch._assert_async(in_range, f"input_ids must be in [0, {vocabulary})")
-        elif input_ids.numel() and (input_ids.min() < 0 or input_ids.max() >= vocabulary):
-            raise ValueError(
-                f"input_ids must be in [0, {vocabulary}); "
-                f"got {input_ids.min()} to {input_ids.max()}"
-            )
+        """On the CPU, so that a bad table is an error before it is written anywhere."""
+        check_ids("the hash table's ids", table.cpu(), 0, self.num_logits)
 
     def forward(self, inputs: RouterInputs) -> Routing:
         """router_logits: [T, E]; input_ids: [T] in [0, V), ValueError for others."""
         logits, input_ids = inputs.router_logits, inputs.input_ids
         assert logits is not None
         assert input_ids is not None
-        self._check_input_ids(input_ids)
+        # An index below zero would read the table from its end.
+        check_ids("input_ids", input_ids, 0, self.hash_indices_table.shape[0])
         wide = torch.promote_types(logits.dtype, torch.float32)
         ids = self.hash_indices_table[input_ids]
         scores = sqrt_softplus(torch.nan_to_num(logits.to(wide), nan=torch.finfo(wide).min))

@@ -11,54 +11,25 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from cmoe.custom_ops.route import SCORING_FUNCTIONS, route, route_reference, sqrt_softplus
+from tests.custom_ops.route_cases import RTOL, arguments, assert_routed
 from tests.oracle import naive_route
 
 INF, NAN = float("inf"), float("nan")
-# A score is an exponential of a rounded argument of at most 16, then at most a sum, a quotient, a
-# product: some dozens of rounding steps of float32, relative.
-RTOL = 64 * torch.finfo(torch.float32).eps
 
 
 def call(
-    logits: Tensor,
-    top_k: int,
-    *,
-    bias: Tensor | None = None,
-    scoring_func: str = "softmax",
-    softmax_after_topk: bool = False,
-    renormalize: bool = False,
-    num_expert_group: int = 1,
-    topk_group: int = 1,
-    scaling: float = 1.0,
-    function: Callable[..., tuple[Tensor, Tensor]] = route,
+    logits: Tensor, top_k: int, *, function: Callable[..., Any] = route, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The op with the oracle's signature."""
-    return function(
-        logits,
-        bias,
-        top_k,
-        scoring_func,
-        softmax_after_topk,
-        renormalize,
-        num_expert_group,
-        topk_group,
-        scaling,
-    )
+    return function(*arguments(logits, top_k, **options))
 
 
 def check(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
-    """Runs op with reference; both must give the oracle's ids, its weights up to rounding."""
-    weights, ids = call(logits, top_k, **options)
-    exact_weights, exact_ids = naive_route(logits, top_k, **options)
-    assert torch.equal(ids.long(), exact_ids)
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    assert (weights.dtype, ids.dtype) == (wide, torch.int32)
-    assert weights.shape == ids.shape == (logits.shape[0], top_k)
-    torch.testing.assert_close(weights.double(), exact_weights, rtol=RTOL, atol=1e-37)
+    """Runs op with reference; both must be right, the same to the bit."""
+    routed = call(logits, top_k, **options)
+    assert_routed(routed, logits, top_k, **options)
     reference = call(logits, top_k, **options, function=route_reference)
-    assert torch.equal(reference[0], weights)
-    assert torch.equal(reference[1], ids)
-    return weights, ids
+    assert all(map(torch.equal, reference, routed))
+    return routed
 
 
 FORMULAS: dict[str, dict[str, Any]] = {

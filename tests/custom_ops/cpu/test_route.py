@@ -11,59 +11,23 @@ from torch import Tensor
 
 from cmoe.custom_ops.backends import Kernels
 from cmoe.custom_ops.route import SCHEMA, SCORING_FUNCTIONS
+from tests.custom_ops.route_cases import arguments, assert_routed
 from tests.oracle import naive_route
 
 INF, NAN = float("inf"), float("nan")
 LOWEST = torch.finfo(torch.float32).min
-# A score is an exponential of a rounded argument of at most 16, then at most a sum, a quotient, a
-# product: some dozens of rounding steps of float32, relative.
-RTOL = 64 * torch.finfo(torch.float32).eps
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
-def call(
-    logits: Tensor,
-    top_k: int,
-    *,
-    bias: Tensor | None = None,
-    scoring_func: str = "softmax",
-    softmax_after_topk: bool = False,
-    renormalize: bool = False,
-    num_expert_group: int = 1,
-    topk_group: int = 1,
-    scaling: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """The op with the oracle's signature."""
-    return torch.ops.cmoe_cpu.route(
-        logits,
-        bias,
-        top_k,
-        scoring_func,
-        softmax_after_topk,
-        renormalize,
-        num_expert_group,
-        topk_group,
-        scaling,
-    )
+def call(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
+    return torch.ops.cmoe_cpu.route(*arguments(logits, top_k, **options))
 
 
 def check(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
-    weights, ids = call(logits, top_k, **options)
-    bias = options.get("bias")
-    if bias is not None:  # a NaN ranks like the lowest number, an infinity like the outermost one
-        options = options | dict(bias=torch.nan_to_num(bias, nan=LOWEST))
-    exact_weights, exact_ids = naive_route(logits, top_k, **options)
-    assert torch.equal(ids.long(), exact_ids)
-    assert (weights.dtype, ids.dtype) == (
-        torch.promote_types(logits.dtype, torch.float32),
-        torch.int32,
-    )
-    assert weights.shape == ids.shape == (logits.shape[0], top_k)
-    assert weights.is_contiguous()
-    assert ids.is_contiguous()
-    torch.testing.assert_close(weights.double(), exact_weights, rtol=RTOL, atol=1e-37)
-    return weights, ids
+    routed = call(logits, top_k, **options)
+    assert_routed(routed, logits, top_k, **options)
+    return routed
 
 
 def test_the_schema_is_that_of_every_backend(cpu_kernels: Kernels) -> None:

@@ -24,7 +24,9 @@ from tests.custom_ops.triton.aot import Launch, launches_of, resources_of
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter compiles nothing"),
+    pytest.mark.skipif(
+        triton_is_interpreted(), reason="TRITON_INTERPRET=1: this process has no Triton compiler"
+    ),
 ]
 DEVICES = {
     "cuda:80": Device(name="A100", shared_bytes=166912),

@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 from cmoe.custom_ops.triton import route
 from tests.custom_ops.triton.aot import TARGETS, launches_of, resources_of
 
-pytestmark = pytest.mark.skipif(triton_is_interpreted(), reason="the interpreter compiles nothing")
+pytestmark = pytest.mark.skipif(
+    triton_is_interpreted(), reason="TRITON_INTERPRET=1: this process has no Triton compiler"
+)
 
 # 65,536 registers of a multiprocessor leave 128 to each of 16 warps' threads.
 MOST_REGISTERS = 128

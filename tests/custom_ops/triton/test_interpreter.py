@@ -20,7 +20,10 @@ MODULES = sorted(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(triton_is_interpreted(), reason="runs in the interpreter already")
+@pytest.mark.skipif(
+    triton_is_interpreted(),
+    reason="TRITON_INTERPRET=1: every module runs in the interpreter by itself",
+)
 @pytest.mark.parametrize("module", MODULES)
 def test_in_the_interpreter(module: str) -> None:
     pytest.importorskip("triton")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cmoe.custom_ops.route import SCHEMA, SCORING_FUNCTIONS, route_reference
 from cmoe.environment import triton_is_interpreted
-from tests.oracle import naive_route
+from tests.custom_ops.route_cases import arguments, assert_routed
 
 pytest.importorskip("triton")
 
@@ -20,9 +20,6 @@ from cmoe.custom_ops.triton.route import route
 
 DEVICE = "cpu" if triton_is_interpreted() else "cuda"
 INF, NAN = float("inf"), float("nan")
-# A score is an exponential of a rounded argument of at most 16, then at most a sum, a quotient, a
-# product: some dozens of rounding steps of float32, relative.
-RTOL = 64 * torch.finfo(torch.float32).eps
 
 pytestmark = pytest.mark.usefixtures("kernel_device")
 
@@ -32,37 +29,17 @@ def call(
     top_k: int,
     *,
     bias: Tensor | None = None,
-    scoring_func: str = "softmax",
-    softmax_after_topk: bool = False,
-    renormalize: bool = False,
-    num_expert_group: int = 1,
-    topk_group: int = 1,
-    scaling: float = 1.0,
-    function: Callable[..., tuple[Tensor, Tensor]] = route,
+    function: Callable[..., Any] = route,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The op with the oracle's signature."""
-    return function(
-        logits.to(DEVICE),
-        None if bias is None else bias.to(DEVICE),
-        top_k,
-        scoring_func,
-        softmax_after_topk,
-        renormalize,
-        num_expert_group,
-        topk_group,
-        scaling,
-    )
+    bias = None if bias is None else bias.to(DEVICE)
+    return function(*arguments(logits.to(DEVICE), top_k, bias=bias, **options))
 
 
 def check(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
     weights, ids = call(logits, top_k, **options)
-    exact_weights, exact_ids = naive_route(logits, top_k, **options)
-    assert torch.equal(ids.long().cpu(), exact_ids)
+    assert_routed((weights, ids), logits, top_k, **options)
     assert torch.equal(ids, call(logits, top_k, **options, function=route_reference)[1])
-    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
-    assert weights.shape == ids.shape == (logits.shape[0], top_k)
-    assert weights.stride() == ids.stride() == (top_k, 1)
-    torch.testing.assert_close(weights.double().cpu(), exact_weights, rtol=RTOL, atol=1e-37)
     return weights.cpu(), ids.cpu()
 
 
