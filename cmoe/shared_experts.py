@@ -15,8 +15,8 @@ class SharedExperts(PluggableLayer):
     """mlp(x), or sigmoid(gate(x)) * mlp(x) with a scalar gate (Qwen2-MoE).
 
     mlp: any module, [T, S] -> [T, S]; gate: any module, [T, S] -> [T, 1]. What they read must be
-    parameters or buffers, as for every module. The result has the
-    input's dtype, whatever theirs (GateLinear gives float32). ValueError for another width.
+    parameters or buffers, as for every module. The result has the input's dtype, whatever theirs
+    (GateLinear gives float32). ValueError for another width.
     overlap: how they run beside the routed experts, a function of `cmoe.overlap`.
     """
 
