@@ -60,8 +60,8 @@ int main() {
                 ahead = Ahead{(const char*)(w + size_t(6 * (p + 1) + a) * q.row), q.row * 2, b - a,
                               policy == 1 ? q.K * 2 : 0};
               }
-              NativeBf16::tile(Flow::kBlock, 4, 6, rows, Panel<uint16_t>{w + size_t(6 * p) * q.row, q.row}, q.K,
-                               c + t * 4 * 192 + p % 32 * 6, 192, false, Piece{}, ahead);
+              NativeBf16::tile(4, 6, rows, Panel<uint16_t>{w + size_t(6 * p) * q.row, q.row}, q.K,
+                               c + t * 4 * 192 + p % 32 * 6, 192, false, ahead);
             }
           }
           const double time = seconds() - start;

@@ -24,6 +24,12 @@ constexpr A least(A a, A b) {
   return a < b ? a : b;
 }
 
+// The size of the even parts, whole chunks each but the last, that K is cut into.
+template <class D>
+int64_t even_parts(int64_t K, int64_t most) {
+  return round_up<int64_t>(ceil_div(K, ceil_div(K, most)), D::kChunk);
+}
+
 // Weight rows, of gate, up or down, that stay in L2 while rows of x pass.
 constexpr int kColumnsPerBlock = 96;
 
@@ -58,65 +64,27 @@ struct Ahead {
   }
 };
 
-// How a tile goes through K.
-enum class Flow {
-  kBlock,       // a whole block of K at once
-  kSequential,  // the same for one weight row, fetching ahead in memory: rows follow one another
-  kPieces,      // a piece of a block: what is summed up waits in Piece::sums for the next one
-};
-constexpr int64_t kSequentialBytes = 4096;  // how far ahead
-constexpr int64_t kLongRowBytes = 1024;     // for shorter rows a tile of one costs more than it saves
-struct Piece {
-  V* sums;            // [kTileM * kTileN]
-  bool begins, ends;  // the first, the last of its block
+// What a streamed tile brings into L1 while it computes: line after line of the weights that come
+// next, in the order of memory, which the hardware then runs ahead in.
+struct Fetch {
+  const char* p;
+  int64_t a_line;  // bytes of them for each 64 of the weights at work
+
+  template <int64_t kBytes>
+  CMOE_INLINE void beside() {
+    constexpr int64_t kStep = kBytes < 64 ? kBytes : 64;
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < kBytes; i += kStep, p += a_line * kStep / 64)
+      __builtin_prefetch(p, 0, 3);
+  }
 };
 
-template <Flow kFlow, int MT, int NT>
-CMOE_INLINE void begin_tile(V (&acc)[MT][NT], const Piece& piece) {
-  if (kFlow == Flow::kPieces && !piece.begins) {
+template <int MT, int NT>
+CMOE_INLINE void clear_tile(V (&acc)[MT][NT]) {
 #pragma GCC unroll 8
-    for (int i = 0; i < MT; ++i)
+  for (int i = 0; i < MT; ++i)
 #pragma GCC unroll 8
-      for (int j = 0; j < NT; ++j) acc[i][j] = piece.sums[i * NT + j];
-  } else {
-#pragma GCC unroll 8
-    for (int i = 0; i < MT; ++i)
-#pragma GCC unroll 8
-      for (int j = 0; j < NT; ++j) acc[i][j] = vset(0.0f);
-  }
-}
-template <Flow kFlow, int MT, int NT>
-CMOE_INLINE void end_tile(const V (&acc)[MT][NT], const Piece& piece, float* c, int64_t stride,
-                          bool add) {
-  if (kFlow == Flow::kPieces && !piece.ends) {
-#pragma GCC unroll 8
-    for (int i = 0; i < MT; ++i)
-#pragma GCC unroll 8
-      for (int j = 0; j < NT; ++j) piece.sums[i * NT + j] = acc[i][j];
-  } else {
-    reduce_tile(acc, c, stride, add);
-  }
-}
-
-// step(k) for each whole chunk of [0, n) with the flow's prefetches before it; returns where the
-// rest begins. `w`: the panel.
-template <Flow kFlow, int kChunk, class W, class F>
-CMOE_INLINE int each_chunk(const W* w, int n, const Ahead& ahead, F&& step) {
-  int k = 0;
-  if constexpr (kFlow == Flow::kSequential) {
-    for (; k + kChunk <= n; k += kChunk) {
-      for (size_t line = 0; line < kChunk * sizeof(W); line += 64)
-        __builtin_prefetch((const char*)(w + k) + kSequentialBytes + line, 0, 3);
-      step(k);
-    }
-  } else {
-    ahead.begin();
-    for (; k + kChunk <= n; k += kChunk) {
-      ahead.fetch(k * sizeof(W));
-      step(k);
-    }
-  }
-  return k;
+    for (int j = 0; j < NT; ++j) acc[i][j] = vset(0.0f);
 }
 
 // Some consecutive weight rows, [rows, K] with K contiguous.
@@ -144,29 +112,16 @@ CMOE_INLINE void dispatch_tile(int mt, int nt, F&& f) {
   if (mt == 2) return row.template operator()<2>();
   return row.template operator()<1>();
 }
-// Calls f.operator()<MT, NT, flow>(): kSequential exists for one weight row, kPieces for a whole
-// panel and two rows of x or more.
-template <bool kHasPieces, class F>
-CMOE_INLINE void dispatch_flow(Flow flow, int mt, int nt, F&& f) {
-  if (flow == Flow::kSequential) {
-    if constexpr (kTileM >= 4) {
-      if (mt == 4) return f.template operator()<4, 1, Flow::kSequential>();
-    }
-    if (mt == 3) return f.template operator()<3, 1, Flow::kSequential>();
-    if (mt == 2) return f.template operator()<2, 1, Flow::kSequential>();
-    return f.template operator()<1, 1, Flow::kSequential>();
+// The same for a streamed tile: mt in [1, kStreamM], nt 1 or kStreamN.
+template <int MT = 1, class F>
+CMOE_INLINE void dispatch_stream(int mt, int nt, F&& f) {
+  if constexpr (MT < kStreamM) {
+    if (mt > MT) return dispatch_stream<MT + 1>(mt, nt, f);
   }
-  if constexpr (kHasPieces) {
-    if (flow == Flow::kPieces) {
-      if constexpr (kTileM >= 4) {
-        if (mt == 4) return f.template operator()<4, kTileN, Flow::kPieces>();
-      }
-      if (mt == 3) return f.template operator()<3, kTileN, Flow::kPieces>();
-      return f.template operator()<2, kTileN, Flow::kPieces>();
-    }
+  if constexpr (kStreamN > 1) {
+    if (nt > 1) return f.template operator()<MT, kStreamN>();
   }
-  dispatch_tile(mt, nt,
-                [&]<int MT, int NT>() CMOE_LAMBDA { f.template operator()<MT, NT, Flow::kBlock>(); });
+  f.template operator()<MT, 1>();
 }
 inline int panel_rows(int64_t n) { return kTileN >= 6 && n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1; }
 
@@ -192,6 +147,14 @@ struct Rows {
   }
 };
 
+// Some consecutive weight rows of one matrix with where their products go.
+template <class W>
+struct RowGroup {
+  const W* base;
+  int64_t n;
+  float* c;
+};
+
 #ifdef CMOE_NATIVE_BF16
 // vdpbf16ps: two bf16 products a lane and step; x is used as it lies.
 struct NativeBf16 {
@@ -199,7 +162,6 @@ struct NativeBf16 {
   using X = uint16_t;
   static constexpr int kChunk = 2 * kLanes;
   static constexpr int64_t kBlockK = 2048;  // a panel of six rows and the x of a tile fit L1
-  static constexpr int64_t kPieceK = 1440;  // two panels fit L1
   static constexpr bool kConvertX = false;
   static constexpr int kWideRows = 0;
 
@@ -210,12 +172,13 @@ struct NativeBf16 {
     static Panel<W> narrow(const W* w, int64_t stride) { return {w, stride}; }
   };
 
-  template <int MT, int NT, Flow kFlow>
+  template <int MT, int NT>
   static void tile_of(const X* const* rows, Panel<W> w, int n, float* c, int64_t stride, bool add,
-                      Piece piece, Ahead ahead) {
+                      Ahead ahead) {
     V acc[MT][NT];
     const X* x[MT];
-    begin_tile<kFlow>(acc, piece);
+    
+clear_tile(acc);
 #pragma GCC unroll 8
     for (int i = 0; i < MT; ++i) x[i] = rows[i];
     auto step = [&](auto load, int k) CMOE_LAMBDA {
@@ -229,24 +192,61 @@ struct NativeBf16 {
         for (int i = 0; i < MT; ++i) acc[i][j] = (V)_mm512_dpbf16_ps((__m512)acc[i][j], wv, xv[i]);
       }
     };
-    const int k = each_chunk<kFlow, kChunk>(
-        w.w, n, ahead, [&](int at) CMOE_LAMBDA {
-          step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, at);
-        });
+    ahead.begin();
+    int k = 0;
+    for (; k + kChunk <= n; k += kChunk) {
+      ahead.fetch(k * sizeof(W));
+      step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, k);
+    }
     if (k < n) {
       const int rest = n - k;
       step([rest](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p, rest); }, k);
     }
-    end_tile<kFlow>(acc, piece, c, stride, add);
+    reduce_tile(acc, c, stride, add);
   }
 
-  static void tile(Flow flow, int mt, int nt, const X* const* rows, Panel<W> w, int n, float* c,
-                   int64_t stride, bool add, Piece piece, Ahead ahead) {
-    dispatch_flow<(kPieceK < kBlockK)>(flow, mt, nt, [&]<int MT, int NT, Flow kFlow>() CMOE_LAMBDA {
-      tile_of<MT, NT, kFlow>(rows, w, n, c, stride, add, piece, ahead);
+  static void tile(int mt, int nt, const X* const* rows, Panel<W> w, int n, float* c,
+                   int64_t stride, bool add, Ahead ahead) {
+    dispatch_tile(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+      tile_of<MT, NT>(rows, w, n, c, stride, add, ahead);
     });
   }
 
+  template <int MT, int NT>
+  static void stream_of(const X* x, Panel<W> w, int n, float* c, int64_t stride, bool add,
+                        Fetch fetch) {
+    V acc[MT][NT];
+clear_tile(acc);
+    auto step = [&](auto load, int k) CMOE_LAMBDA {
+      __m512bh wv[NT];
+#pragma GCC unroll 8
+      for (int j = 0; j < NT; ++j) wv[j] = (__m512bh)load(w.w + j * w.stride + k);
+#pragma GCC unroll 8
+      for (int i = 0; i < MT; ++i) {
+        const __m512bh xv = (__m512bh)load_pairs(x + k * MT + i * kChunk);
+#pragma GCC unroll 8
+        for (int j = 0; j < NT; ++j)
+          acc[i][j] = (V)_mm512_dpbf16_ps((__m512)acc[i][j], wv[j], xv);
+      }
+    };
+    int k = 0;
+    for (; k + kChunk <= n; k += kChunk) {
+      fetch.template beside<NT * kChunk * sizeof(W)>();
+      step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, k);
+    }
+    if (k < n) {
+      const int rest = n - k;
+      step([rest](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p, rest); }, k);
+    }
+    reduce_tile(acc, c, stride, add);
+  }
+  // tile() for rows of x that are packed: chunk k of row m at x[(k * mt + m) * kChunk].
+  static void stream(int mt, int nt, const X* x, Panel<W> w, int n, float* c, int64_t stride,
+                     bool add, Fetch fetch) {
+    dispatch_stream(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+      stream_of<MT, NT>(x, w, n, c, stride, add, fetch);
+    });
+  }
   // One fp32 row of n values, the first at column `at`; up to `end` the row is filled with zeros.
   static void store(X* to, int64_t at, const float* from, int64_t n, int64_t end) {
     for (int64_t i = 0; i < n; i += kLanes) {
@@ -301,7 +301,6 @@ struct Fma {
   using X = float;
   static constexpr int kChunk = 2 * kLanes;
   static constexpr int64_t kBlockK = 1024;  // a panel and the x of a tile fit L1
-  static constexpr int64_t kPieceK = kBlockK;
   static constexpr bool kConvertX = true;
   // From this many rows on a panel is widened once into L1 instead of once a tile.
   static constexpr int kWideRows = sizeof(W) < 4 ? 24 : 0;
@@ -339,12 +338,13 @@ struct Fma {
     }
   };
 
-  template <int MT, int NT, Flow kFlow, class F>
+  template <int MT, int NT, class F>
   static void tile_of(const X* const* rows, Panel<typename F::W> w, int n, float* c, int64_t stride,
-                      bool add, Piece piece, Ahead ahead) {
+                      bool add, Ahead ahead) {
     V acc[MT][NT];
     const X* x[MT];
-    begin_tile<kFlow>(acc, piece);
+    
+clear_tile(acc);
 #pragma GCC unroll 8
     for (int i = 0; i < MT; ++i) x[i] = rows[i];
     auto half_step = [&]<int h>(int k, auto... rest) CMOE_LAMBDA {
@@ -358,30 +358,67 @@ struct Fma {
         for (int i = 0; i < MT; ++i) acc[i][j] = vfma(wv, xv[i], acc[i][j]);
       }
     };
-    const int k =
-        each_chunk<kFlow, kChunk>(w.w, n, ahead, [&](int at) CMOE_LAMBDA {
-          half_step.template operator()<0>(at);
-          half_step.template operator()<1>(at);
-        });
+    ahead.begin();
+    int k = 0;
+    for (; k + kChunk <= n; k += kChunk) {
+      ahead.fetch(k * sizeof(typename F::W));
+      half_step.template operator()<0>(k);
+      half_step.template operator()<1>(k);
+    }
     if (k < n) {
       half_step.template operator()<0>(k, n - k);
       half_step.template operator()<1>(k, n - k);
     }
-    end_tile<kFlow>(acc, piece, c, stride, add);
+    reduce_tile(acc, c, stride, add);
   }
 
-  static void tile(Flow flow, int mt, int nt, const X* const* rows, const AnyPanel& w, int n,
-                   float* c, int64_t stride, bool add, Piece piece, Ahead ahead) {
-    dispatch_flow<(kPieceK < kBlockK)>(flow, mt, nt, [&]<int MT, int NT, Flow kFlow>() CMOE_LAMBDA {
-      if constexpr (kWideRows > 0 && kFlow == Flow::kBlock) {
+  static void tile(int mt, int nt, const X* const* rows, const AnyPanel& w, int n,
+                   float* c, int64_t stride, bool add, Ahead ahead) {
+    dispatch_tile(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+      if constexpr (kWideRows > 0) {
         if (w.wide.w != nullptr)
-          return tile_of<MT, NT, kFlow, Fp32>(rows, w.wide, round_up(n, kChunk), c, stride, add,
-                                              piece, ahead);
+          return tile_of<MT, NT, Fp32>(rows, w.wide, round_up(n, kChunk), c, stride, add, ahead);
       }
-      tile_of<MT, NT, kFlow, Format>(rows, w.narrow, n, c, stride, add, piece, ahead);
+      tile_of<MT, NT, Format>(rows, w.narrow, n, c, stride, add, ahead);
     });
   }
 
+  template <int MT, int NT>
+  static void stream_of(const X* x, Panel<W> w, int n, float* c, int64_t stride, bool add,
+                        Fetch fetch) {
+    V acc[MT][NT];
+clear_tile(acc);
+    auto half_step = [&]<int h>(int k, auto... rest) CMOE_LAMBDA {
+      V wv[NT];
+#pragma GCC unroll 8
+      for (int j = 0; j < NT; ++j)
+        wv[j] = Format::template half<h>(w.w + j * w.stride + k, rest...);
+#pragma GCC unroll 8
+      for (int i = 0; i < MT; ++i) {
+        const V xv = vload(x + k * MT + i * kChunk + h * kLanes);
+#pragma GCC unroll 8
+        for (int j = 0; j < NT; ++j) acc[i][j] = vfma(wv[j], xv, acc[i][j]);
+      }
+    };
+    int k = 0;
+    for (; k + kChunk <= n; k += kChunk) {
+      fetch.template beside<NT * kChunk * sizeof(W)>();
+      half_step.template operator()<0>(k);
+      half_step.template operator()<1>(k);
+    }
+    if (k < n) {
+      half_step.template operator()<0>(k, n - k);
+      half_step.template operator()<1>(k, n - k);
+    }
+    reduce_tile(acc, c, stride, add);
+  }
+  // tile() for rows of x that are packed: chunk k of row m at x[(k * mt + m) * kChunk].
+  static void stream(int mt, int nt, const X* x, Panel<W> w, int n, float* c, int64_t stride,
+                     bool add, Fetch fetch) {
+    dispatch_stream(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+      stream_of<MT, NT>(x, w, n, c, stride, add, fetch);
+    });
+  }
   static void store(X* to, int64_t at, const float* from, int64_t n, int64_t end) {
     auto place = [](int64_t i) {
       const int64_t in = i % kChunk;

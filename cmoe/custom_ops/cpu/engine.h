@@ -13,8 +13,8 @@
 #pragma once
 
 #include "activation.h"
-#include "dot.h"
 #include "problem.h"
+#include "stream.h"
 
 namespace cmoe {
 namespace CMOE_ISA {
@@ -26,16 +26,10 @@ constexpr int64_t kUnitsPerItem = 3;  // at least, while there is enough work fo
 // An item with few rows streams its weights once: all of its columns in one go, so that memory sees
 // long runs. One with more rows takes kColumnsPerBlock columns at a time, which stay in L2 while
 // blocks of rows pass.
-constexpr int kRowsStreamed = 16, kRowsPerBlock = 128;
+constexpr int kRowsPerBlock = 128;
 constexpr int64_t kUnitsStreamed1 = 12, kUnitsStreamed2 = 32;
 constexpr int64_t kAccFloats =
     1 << 16;  // output sums of an item of phase 2: a quarter of a small L2
-
-// The size of the even parts, whole chunks each but the last, that K is cut into.
-template <class D>
-int64_t even_parts(int64_t K, int64_t most) {
-  return round_up<int64_t>(ceil_div(K, ceil_div(K, most)), D::kChunk);
-}
 
 // Units [0, total) handed out to threads: long runs first, short ones at the end to finish
 // together. A run does not cross a multiple of `row` units.
@@ -76,14 +70,14 @@ struct Local {
   char* turned;  // weights of a block turned along K, where they do not lie so
   float* wide;   // [kTileN, kBlockK] a panel widened to fp32
   float* row;    // [H] one row of x
-  V* sums;       // [tiles of a streamed panel, kTileM * kTileN] accumulators between pieces of K
+  char* packed;  // kPackedBytes of x beside a stream of weights
 };
 
 struct Layout {
   int64_t x_stride, h_stride;  // in elements of D::X
   int64_t most2;               // units of an item of phase 2
   bool convert_x;
-  size_t off_c, off_bias, off_acc, off_turned, off_wide, off_row, off_sums;
+  size_t off_c, off_bias, off_acc, off_turned, off_wide, off_row, off_packed;
   ScratchSizes size;
 };
 
@@ -119,21 +113,11 @@ Layout make_layout(const Problem& p, int64_t rows) {
   l.off_turned = take(Rows<typename D::W>::scratch_bytes(turn, D::kBlockK));
   l.off_wide = take(D::kWideRows > 0 ? sizeof(float) * kTileN * (D::kBlockK + D::kChunk) : 0);
   l.off_row = take(l.convert_x ? sizeof(float) * round_up<int64_t>(p.H, D::kChunk) : 0);
-  l.off_sums = take(D::kPieceK < D::kBlockK
-                        ? sizeof(V) * ceil_div(kRowsStreamed, kTileM) * kTileM * kTileN
-                        : 0);
+  l.off_packed = take(kPackedBytes);
   l.size.per_thread = round_up<size_t>(at, 4096);  // threads share no page, hence no cache line
   l.size.total = l.size.x + l.size.h + l.size.per_thread * p.threads.count;
   return l;
 }
-
-// Some consecutive weight rows of one matrix with where their products go.
-template <class W>
-struct RowGroup {
-  const W* base;
-  int64_t n;
-  float* c;
-};
 
 // What the t-th of the tiles over a panel prefetches: of several its share of the next panel, which memory
 // would otherwise wait for while the panel at work is read from the cache. Many tiles on parts of
@@ -165,51 +149,23 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
 
   // All tiles over one panel: rows [n, n + nt) of the group, places [k, k + kn) of K.
   auto panel = [&](const typename D::Source& source, float* c, int64_t n, int nt, int64_t k,
-                   int64_t kn, Flow flow, Piece piece, bool add,
-                   const W* following) CMOE_LAMBDA {
+                   int64_t kn, bool add, const W* following) CMOE_LAMBDA {
     const auto weights = source.panel(n, nt);
     int m = 0;
     for (int t = 0; t < tiles; ++t) {
       const int mt = (M - m + tiles - t - 1) / (tiles - t);
       for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k;
-      const Ahead ahead = stream && in_place && flow != Flow::kSequential
+      const Ahead ahead = stream && in_place
                               ? ahead_of(following, w.stride_row, kn, kn == K, t, tiles)
                               : Ahead{nullptr, 0, 0, 0};
-      D::tile(flow, mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride,
-              add, piece, ahead);
-      if (flow == Flow::kPieces) piece.sums += kTileM * kTileN;
+      D::tile(mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride, add,
+              ahead);
       m += mt;
     }
   };
 
-  if (in_place &&
-      M <= kRowsStreamed) {  // whole rows, one panel after the other: one run through memory
-    const bool sequential = stream && tiles == 1 && K * (int64_t)sizeof(W) >= kLongRowBytes;
-    const bool pieces = stream && tiles > 1 && D::kPieceK < D::kBlockK;
-    for (int g = 0; g < kGroups; ++g) {
-      const W* base = groups[g].base;
-      const W* after = g + 1 < kGroups ? groups[g + 1].base : next;
-      for (int64_t n = 0, nt = 0; n < groups[g].n; n += nt) {
-        nt = sequential ? 1 : panel_rows(groups[g].n - n);
-        const W* at = base + n * w.stride_row;
-        const W* below = n + nt < groups[g].n ? at + nt * w.stride_row : after;
-        const Flow flow = sequential               ? Flow::kSequential
-                          : pieces && nt == kTileN ? Flow::kPieces
-                                                   : Flow::kBlock;
-        const int64_t most = flow == Flow::kPieces ? even_parts<D>(block, D::kPieceK) : block;
-        for (int64_t k = 0, kn = 0; k < K; k += kn) {
-          const int64_t done = k % block;
-          kn = least(least(most, block - done), K - k);
-          const typename D::Source source(Rows<W>(w, base, groups[g].n, k, kn, nullptr), kn, M,
-                                          local.wide);
-          panel(source, groups[g].c, n, static_cast<int>(nt), k, kn, flow,
-                Piece{local.sums, done == 0, done + kn == block || k + kn == K}, k >= block,
-                k + kn < K ? at + k + kn : below);
-        }
-      }
-    }
-    return;
-  }
+  if (in_place && M <= kRowsStreamed && K * (int64_t)sizeof(W) >= kLongRowBytes)
+    return stream_rows<D>(x, M, w, groups, K, c_stride, next, (X*)local.packed);
   for (int64_t k = 0; k < K; k += block) {
     const int64_t kn = least(block, K - k);
     const W* after_block = k + kn < K ? groups[0].base + k + kn : next;
@@ -220,7 +176,7 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
                                       local.wide);
       for (int64_t n = 0, nt = 0; n < groups[g].n; n += nt) {
         nt = panel_rows(groups[g].n - n);
-        panel(source, groups[g].c, n, static_cast<int>(nt), k, kn, Flow::kBlock, Piece{}, k > 0,
+        panel(source, groups[g].c, n, static_cast<int>(nt), k, kn, k > 0,
               n + nt < groups[g].n ? base + (n + nt) * w.stride_row + k : after);
       }
     }
@@ -430,7 +386,7 @@ struct Run {
     char* mine = threads_scratch + thread * l.size.per_thread;
     return Local{(float*)(mine + l.off_c), (float*)(mine + l.off_bias), (float*)(mine + l.off_acc),
                  mine + l.off_turned,      (float*)(mine + l.off_wide), (float*)(mine + l.off_row),
-                 (V*)(mine + l.off_sums)};
+                 mine + l.off_packed};
   }
 
   template <void (Run::*phase)(int, Local&)>
@@ -474,8 +430,8 @@ void probe_tile(int64_t n, int repeats) {
   const typename D::X* rows[kTileM];
   for (int i = 0; i < kTileM; ++i) rows[i] = x[i];
   for (int r = 0; r < repeats; ++r)
-    D::tile(Flow::kBlock, kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512),
-            static_cast<int>(n), c, kTileN, false, Piece{}, Ahead{nullptr, 0, 0, 0});
+    D::tile(kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512),
+            static_cast<int>(n), c, kTileN, false, Ahead{nullptr, 0, 0, 0});
 }
 
 template <class OfBf16>

@@ -9,7 +9,8 @@ namespace cmoe {
 namespace CMOE_ISA {
 
 constexpr int kLanes = 16;
-constexpr int kTileM = 4, kTileN = 6;  // 24 accumulators of 32 registers
+constexpr int kTileM = 4, kTileN = 6;      // 24 accumulators of 32 registers
+constexpr int kStreamM = 8, kStreamN = 2;  // 16: enough for the latency of the product
 typedef float V __attribute__((vector_size(64)));
 typedef int32_t VI __attribute__((vector_size(64)));
 
@@ -86,14 +87,14 @@ inline __m512 fold1(__m512 a, __m512 b) {
                        _mm512_shuffle_ps(a, b, _MM_SHUFFLE(3, 1, 3, 1)));
 }
 
-// c[i * stride + j] (+)= sum of the lanes of acc[i][j]: four rows by four columns pass through one
-// transposing tree. A missing row or column repeats its neighbour, which the compiler folds away.
-template <int J, int MT, int NT>
-CMOE_INLINE void reduce_columns(const V (&acc)[MT][NT], float* c, int64_t stride, bool add) {
-  static_assert(MT <= 4, "the tree folds four rows");
-  constexpr int kCols = NT - J < 4 ? NT - J : 4;
+// c[i * stride + j] (+)= sum of the lanes of acc[i][j]: four rows by four columns, from row I and
+// column J on, pass through one transposing tree. A missing row or column repeats its neighbour,
+// which the compiler folds away.
+template <int I, int J, int MT, int NT>
+CMOE_INLINE void reduce_square(const V (&acc)[MT][NT], float* c, int64_t stride, bool add) {
+  constexpr int kRows = MT - I < 4 ? MT - I : 4, kCols = NT - J < 4 ? NT - J : 4;
   auto at = [&](int i, int j) CMOE_LAMBDA {
-    return (__m512)acc[i < MT ? i : MT - 1][J + (j < kCols ? j : kCols - 1)];
+    return (__m512)acc[I + (i < kRows ? i : kRows - 1)][J + (j < kCols ? j : kCols - 1)];
   };
   auto column = [&](int j) CMOE_LAMBDA {
     return fold4(fold8(at(0, j), at(1, j)), fold8(at(2, j), at(3, j)));
@@ -103,8 +104,8 @@ CMOE_INLINE void reduce_columns(const V (&acc)[MT][NT], float* c, int64_t stride
                          _mm512_extractf32x4_ps(sum, 2), _mm512_extractf32x4_ps(sum, 3)};
   constexpr __mmask8 kMask = (1 << kCols) - 1;
 #pragma GCC unroll 4
-  for (int i = 0; i < MT; ++i) {
-    float* p = c + i * stride + J;
+  for (int i = 0; i < kRows; ++i) {
+    float* p = c + (I + i) * stride + J;
     const __m128 v = add ? _mm_add_ps(_mm_maskz_loadu_ps(kMask, p), row[i]) : row[i];
     if (kCols == 4) {
       _mm_storeu_ps(p, v);
@@ -112,11 +113,12 @@ CMOE_INLINE void reduce_columns(const V (&acc)[MT][NT], float* c, int64_t stride
       _mm_mask_storeu_ps(p, kMask, v);
     }
   }
-  if constexpr (NT - J > 4) reduce_columns<J + 4>(acc, c, stride, add);
+  if constexpr (NT - J > 4) reduce_square<I, J + 4>(acc, c, stride, add);
 }
-template <int MT, int NT>
+template <int I = 0, int MT, int NT>
 CMOE_INLINE void reduce_tile(const V (&acc)[MT][NT], float* c, int64_t stride, bool add) {
-  reduce_columns<0>(acc, c, stride, add);
+  reduce_square<I, 0>(acc, c, stride, add);
+  if constexpr (MT - I > 4) reduce_tile<I + 4>(acc, c, stride, add);
 }
 
 // Rows of sixteen 32-bit values to columns.

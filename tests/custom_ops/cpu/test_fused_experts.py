@@ -194,11 +194,11 @@ def test_activations_are_exact_to_a_few_roundings(kernel_set: str, activation: s
 def test_a_token_is_the_same_in_every_batch(
     kernel_set: str, layout: str, dtype: torch.dtype
 ) -> None:
-    """To the bit: tiles of one to four rows, widened panels, several blocks of rows, of K."""
-    E, K, H, I = 3, 2, 2100, 70  # noqa: E741
+    """To the bit: one or more streamed tiles, panels, widened ones, blocks of rows, of K."""
+    E, K, H, I = 3, 2, 2100, 530  # noqa: E741
     c = call(257, E, K, H, I, dtype=dtype, bias=True, layout=layout)
     whole = c.run()
-    for T in (1, 2, 3, 7, 64):
+    for T in (1, 2, 3, 7, 12, 20, 33, 64):
         for first in (0, 101, 257 - T):
             part = slice(first, first + T)
             y = c.but(
