@@ -112,14 +112,14 @@ CMOE_INLINE void dispatch_tile(int mt, int nt, F&& f) {
   if (mt == 2) return row.template operator()<2>();
   return row.template operator()<1>();
 }
-// The same for a streamed tile: mt in [1, kStreamM], nt 1 or kStreamN.
-template <int MT = 1, class F>
+// The same for a streamed tile: mt in [1, kM], nt 1 or kN.
+template <int kM, int kN, int MT = 1, class F>
 CMOE_INLINE void dispatch_stream(int mt, int nt, F&& f) {
-  if constexpr (MT < kStreamM) {
-    if (mt > MT) return dispatch_stream<MT + 1>(mt, nt, f);
+  if constexpr (MT < kM) {
+    if (mt > MT) return dispatch_stream<kM, kN, MT + 1>(mt, nt, f);
   }
-  if constexpr (kStreamN > 1) {
-    if (nt > 1) return f.template operator()<MT, kStreamN>();
+  if constexpr (kN > 1) {
+    if (nt > 1) return f.template operator()<MT, kN>();
   }
   f.template operator()<MT, 1>();
 }
@@ -164,6 +164,9 @@ struct NativeBf16 {
   static constexpr int64_t kBlockK = 2048;  // a panel of six rows and the x of a tile fit L1
   static constexpr bool kConvertX = false;
   static constexpr int kWideRows = 0;
+  // Of x, at most: from there on arithmetic takes longer than memory does.
+  static constexpr int kRowsStreamed = 24;
+  static constexpr int kStreamM = 8, kStreamN = 2;  // 16 sums hide the latency of the product
 
   struct Source {
     Rows<W> rows;
@@ -243,7 +246,7 @@ clear_tile(acc);
   // tile() for rows of x that are packed: chunk k of row m at x[(k * mt + m) * kChunk].
   static void stream(int mt, int nt, const X* x, Panel<W> w, int n, float* c, int64_t stride,
                      bool add, Fetch fetch) {
-    dispatch_stream(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+    dispatch_stream<kStreamM, kStreamN>(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
       stream_of<MT, NT>(x, w, n, c, stride, add, fetch);
     });
   }
@@ -304,6 +307,9 @@ struct Fma {
   static constexpr bool kConvertX = true;
   // From this many rows on a panel is widened once into L1 instead of once a tile.
   static constexpr int kWideRows = sizeof(W) < 4 ? 24 : 0;
+  // More rows: a large tile, which widens a weight for all of them, gains more than streaming does.
+  static constexpr int kRowsStreamed = 4;
+  static constexpr int kStreamM = 4, kStreamN = kLanes < 16 ? 2 : 1;
 
   struct AnyPanel {
     Panel<W> narrow;
@@ -415,7 +421,7 @@ clear_tile(acc);
   // tile() for rows of x that are packed: chunk k of row m at x[(k * mt + m) * kChunk].
   static void stream(int mt, int nt, const X* x, Panel<W> w, int n, float* c, int64_t stride,
                      bool add, Fetch fetch) {
-    dispatch_stream(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+    dispatch_stream<kStreamM, kStreamN>(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
       stream_of<MT, NT>(x, w, n, c, stride, add, fetch);
     });
   }

@@ -105,7 +105,7 @@ Layout make_layout(const Problem& p, int64_t rows) {
   };
   constexpr int64_t kBlock = (kRowsPerBlock + kTileM) * 2 * kColumnsPerBlock;
   constexpr int64_t kStreamed =
-      kRowsStreamed * (2 * kColumns1 > kColumns2 ? 2 * kColumns1 : kColumns2);
+      D::kRowsStreamed * (2 * kColumns1 > kColumns2 ? 2 * kColumns1 : kColumns2);
   const bool turn = p.w13.stride_col != 1 || p.w2.stride_col != 1;
   l.off_c = take(sizeof(float) * (kBlock > kStreamed ? kBlock : kStreamed));
   l.off_bias = take(sizeof(float) * (2 * kColumns1 > kColumns2 ? 2 * kColumns1 : kColumns2));
@@ -164,7 +164,7 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
     }
   };
 
-  if (in_place && M <= kRowsStreamed && K * (int64_t)sizeof(W) >= kLongRowBytes)
+  if (in_place && M <= D::kRowsStreamed && K * (int64_t)sizeof(W) >= kLongRowBytes)
     return stream_rows<D>(x, M, w, groups, K, c_stride, next, (X*)local.packed);
   for (int64_t k = 0; k < K; k += block) {
     const int64_t kn = least(block, K - k);
@@ -255,7 +255,7 @@ struct Run {
   }
 
   static int64_t columns_at_once(const Matrices& w, int64_t rows, int64_t item) {
-    return rows <= kRowsStreamed && w.stride_col == 1 ? item : kColumnsPerBlock;
+    return rows <= D::kRowsStreamed && w.stride_col == 1 ? item : kColumnsPerBlock;
   }
 
   // How many rows of w13 a column of h has in one run: gate and up alternate, or the up rows are

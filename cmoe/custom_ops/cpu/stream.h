@@ -8,11 +8,11 @@
 namespace cmoe {
 namespace CMOE_ISA {
 
-constexpr int kRowsStreamed = 24;           // at most: from there on arithmetic takes longer
-constexpr int64_t kLongRowBytes = 1024;     // shorter weight rows are too little for a tile
-constexpr int64_t kPackedBytes = 24 << 10;  // of x in a tile: half of a large L1
-// How far ahead memory is read: where one tile holds all of x, otherwise (two chunks fit L2).
-constexpr int64_t kAheadBytes = 8 << 10, kChunkBytes = 256 << 10, kChunkRows = 32;
+constexpr int64_t kLongRowBytes = 1024;  // shorter weight rows are too little for a tile
+// Of x beside the stream in L1: where one tile has all of it; where tiles take turns.
+constexpr int64_t kPackedBytes = 32 << 10, kTurnBytes = 24 << 10;
+// How far ahead weights are read, likewise: a run for each row at work; a chunk of rows in L2.
+constexpr int64_t kAheadBytes = 4 << 10, kChunkBytes = 256 << 10, kChunkRows = 32;
 
 // x[m][k, k + kn) of M rows, chunk beside chunk: one run of memory, which no other row displaces
 // from L1. The last chunks end with zeros.
@@ -46,15 +46,15 @@ void stream_rows(const typename D::X* const* x, int M, const Matrices& w,
     return round_up<int64_t>(places, D::kChunk) * (int64_t)sizeof(X);
   };
   const int64_t block = even_parts<D>(K, D::kBlockK), row_bytes = K * (int64_t)sizeof(W);
-  const bool once = M <= kStreamM && M * packed_bytes(K) <= kPackedBytes;
-  const int tiles =
-      once ? 1 : ceil_div<int64_t>(M, least<int64_t>(kStreamM, kPackedBytes / packed_bytes(block)));
-  const int64_t most = once ? ceil_div(kAheadBytes, row_bytes)
+  const bool once = M <= D::kStreamM && M * packed_bytes(K) <= kPackedBytes;
+  const int64_t together = once ? M : least<int64_t>(D::kStreamM, kTurnBytes / packed_bytes(block));
+  const int tiles = static_cast<int>(ceil_div<int64_t>(M, together));
+  const int64_t most = once ? ceil_div(D::kStreamN * kAheadBytes, row_bytes)
                             : least(kChunkRows, ceil_div(kChunkBytes, row_bytes));
   if (once) pack_rows<D>(x, M, 0, K, packed);
   for (int g = 0; g < kGroups; ++g) {
     const int64_t rows = groups[g].n;
-    const int64_t chunk = round_up<int64_t>(ceil_div(rows, ceil_div(rows, most)), kStreamN);
+    const int64_t chunk = round_up<int64_t>(ceil_div(rows, ceil_div(rows, most)), D::kStreamN);
     const W* after = g + 1 < kGroups ? groups[g + 1].base : next;
     for (int64_t first = 0; first < rows; first += chunk) {
       const int64_t here = least(chunk, rows - first);
@@ -66,7 +66,7 @@ void stream_rows(const typename D::X* const* x, int M, const Matrices& w,
           mt = (M - m + tiles - t - 1) / (tiles - t);
           if (!once) pack_rows<D>(x + m, mt, k, kn, packed);
           for (int64_t n = 0, nt = 0; n < here; n += nt) {
-            nt = here - n >= kStreamN ? kStreamN : 1;
+            nt = here - n >= D::kStreamN ? D::kStreamN : 1;
             D::stream(mt, static_cast<int>(nt), once ? packed + k * M : packed,
                       {base + n * w.stride_row + k, w.stride_row}, static_cast<int>(kn),
                       groups[g].c + m * c_stride + first + n, c_stride, k > 0,

@@ -10,7 +10,6 @@ namespace CMOE_ISA {
 
 constexpr int kLanes = 8;
 constexpr int kTileM = 3, kTileN = 4;  // 12 accumulators of 16 registers
-constexpr int kStreamM = 8, kStreamN = 1;
 typedef float V __attribute__((vector_size(32)));
 typedef int32_t VI __attribute__((vector_size(32)));
 

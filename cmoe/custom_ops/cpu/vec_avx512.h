@@ -9,8 +9,7 @@ namespace cmoe {
 namespace CMOE_ISA {
 
 constexpr int kLanes = 16;
-constexpr int kTileM = 4, kTileN = 6;      // 24 accumulators of 32 registers
-constexpr int kStreamM = 8, kStreamN = 2;  // 16: enough for the latency of the product
+constexpr int kTileM = 4, kTileN = 6;  // 24 accumulators of 32 registers
 typedef float V __attribute__((vector_size(64)));
 typedef int32_t VI __attribute__((vector_size(64)));
 

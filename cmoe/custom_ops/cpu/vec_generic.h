@@ -13,10 +13,8 @@ namespace CMOE_ISA {
 constexpr int kLanes = 4;
 #if defined(__aarch64__)
 constexpr int kTileM = 4, kTileN = 6;  // 24 accumulators of 32 registers
-constexpr int kStreamM = 8, kStreamN = 2;
 #else
 constexpr int kTileM = 3, kTileN = 4;
-constexpr int kStreamM = 8, kStreamN = 1;
 #endif
 typedef float V __attribute__((vector_size(16)));
 typedef int32_t VI __attribute__((vector_size(16)));
