@@ -26,7 +26,7 @@ inline V vexp(V x, V low) {
   y = vfma(y, r, vset(1.6666665459e-1f));
   y = vfma(y, r, vset(5.0000001201e-1f));
   y = vfma(y, r * r, r + vset(1.0f));
-  y = (V)((VI)y + (n << 23));
+  y = (V)((VU)y + ((VU)n << 23));
   y = sum > vset(88.7228f) ? vset(__builtin_inff()) : y;  // 128 ln2
   y = sum < vset(-87.3365f) ? vset(0.0f) : y;             // -126 ln2
   return sum == sum ? y : sum;

@@ -49,12 +49,14 @@ void stream_rows(const typename D::X* const* x, int M, const Matrices& w,
   const bool once = M <= D::kStreamM && M * packed_bytes(K) <= kPackedBytes;
   const int64_t together = once ? M : least<int64_t>(D::kStreamM, kTurnBytes / packed_bytes(block));
   const int tiles = static_cast<int>(ceil_div<int64_t>(M, together));
-  const int64_t most = once ? ceil_div(D::kStreamN * kAheadBytes, row_bytes)
+  // Two rows of several blocks would be left, then come back to.
+  const int beside = once && block < K ? 1 : D::kStreamN;
+  const int64_t most = once ? ceil_div(beside * kAheadBytes, row_bytes)
                             : least(kChunkRows, ceil_div(kChunkBytes, row_bytes));
   if (once) pack_rows<D>(x, M, 0, K, packed);
   for (int g = 0; g < kGroups; ++g) {
     const int64_t rows = groups[g].n;
-    const int64_t chunk = round_up<int64_t>(ceil_div(rows, ceil_div(rows, most)), D::kStreamN);
+    const int64_t chunk = round_up<int64_t>(ceil_div(rows, ceil_div(rows, most)), beside);
     const W* after = g + 1 < kGroups ? groups[g + 1].base : next;
     for (int64_t first = 0; first < rows; first += chunk) {
       const int64_t here = least(chunk, rows - first);
@@ -66,7 +68,7 @@ void stream_rows(const typename D::X* const* x, int M, const Matrices& w,
           mt = (M - m + tiles - t - 1) / (tiles - t);
           if (!once) pack_rows<D>(x + m, mt, k, kn, packed);
           for (int64_t n = 0, nt = 0; n < here; n += nt) {
-            nt = here - n >= D::kStreamN ? D::kStreamN : 1;
+            nt = here - n >= beside ? beside : 1;
             D::stream(mt, static_cast<int>(nt), once ? packed + k * M : packed,
                       {base + n * w.stride_row + k, w.stride_row}, static_cast<int>(kn),
                       groups[g].c + m * c_stride + first + n, c_stride, k > 0,

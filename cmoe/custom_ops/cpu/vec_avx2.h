@@ -12,6 +12,7 @@ constexpr int kLanes = 8;
 constexpr int kTileM = 3, kTileN = 4;  // 12 accumulators of 16 registers
 typedef float V __attribute__((vector_size(32)));
 typedef int32_t VI __attribute__((vector_size(32)));
+typedef uint32_t VU __attribute__((vector_size(32)));
 
 inline V vset(float a) { return (V)_mm256_set1_ps(a); }
 inline V vload(const float* p) { return (V)_mm256_loadu_ps(p); }

@@ -12,6 +12,7 @@ constexpr int kLanes = 16;
 constexpr int kTileM = 4, kTileN = 6;  // 24 accumulators of 32 registers
 typedef float V __attribute__((vector_size(64)));
 typedef int32_t VI __attribute__((vector_size(64)));
+typedef uint32_t VU __attribute__((vector_size(64)));
 
 inline __mmask16 lanes_mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 inline __mmask32 pairs_mask(int n) { return static_cast<__mmask32>((uint64_t{1} << n) - 1u); }
