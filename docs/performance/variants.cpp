@@ -1,6 +1,6 @@
 // Variants of the kernels against each other and against a plain read of the same weights.
 //
-// Call by call by turns, other experts at every call, the L3 flushed before it, 4 KB pages. A
+// Call by call by turns, other experts at every call, the L3 flushed before it, 2 MB pages. A
 // variant is a folder with the headers of cmoe/custom_ops/cpu; here `before` and `after`:
 //
 // F="-std=c++20 -O2 -w -ffp-contract=off -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16
@@ -65,8 +65,10 @@ double median(std::vector<double> v) {
   return v[v.size() / 2];
 }
 char* pages(size_t bytes) {
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (p == MAP_FAILED) std::abort();
+  constexpr size_t kPage = size_t{2} << 20;
+  void* p = std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage);
+  if (p == nullptr) std::abort();
+  madvise(p, bytes, MADV_HUGEPAGE);
   return static_cast<char*>(p);
 }
 uint16_t* values(size_t count) {
