@@ -30,8 +30,8 @@ int64_t even_parts(int64_t K, int64_t most) {
   return round_up<int64_t>(ceil_div(K, ceil_div(K, most)), D::kChunk);
 }
 
-// Weight rows, of gate, up or down, that stay in L2 while rows of x pass.
-constexpr int kColumnsPerBlock = 96;
+// Columns of h or of the output whose weights, turned, stay in L2 while rows of x pass.
+constexpr int kColumnsTurned = 96;
 
 inline V load_any(DType t, const void* p, int64_t at, int n) {
   if (t == DType::kFP32) return vload((const float*)p + at, n);
@@ -44,14 +44,16 @@ inline void store_any(DType t, void* p, int64_t at, V v, int n) {
                            : store_fp16((uint16_t*)p + at, v, n);
 }
 
-// What a tile prefetches of some rows of the panel that comes next: while it computes their first
-// `bytes`, into L1, since a prefetch into L2 is dropped as soon as a few are under way; or, with no
-// bytes, at once their beginnings, into L2, to where the hardware brings the rest.
+// What a tile prefetches while it computes.
 struct Ahead {
+  // Of some weight rows of the panel that comes next the first `bytes`, into L1, since a prefetch
+  // into L2 is dropped as soon as a few are under way; or, with no bytes, at once their beginnings,
+  // into L2, to where the hardware brings the rest.
   const char* p;
   int64_t stride_bytes;
   int rows;
   int64_t bytes;
+  const char* x[kTileM];  // the rows that the next tile begins with
 
   CMOE_INLINE void fetch(int64_t at_bytes) const {
     if (at_bytes >= bytes) return;
@@ -63,6 +65,40 @@ struct Ahead {
     for (int i = 0; i < rows; ++i) __builtin_prefetch(p + i * stride_bytes, 0, 2);
   }
 };
+
+template <int kBytes>
+CMOE_INLINE void fetch_lines(const char* p) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(p + i, 0, 3);
+}
+
+// How far ahead a tile fetches x, which comes from L2 or L3: so much of a new row is over before
+// the hardware runs ahead in it.
+constexpr int kBytesAheadX = 384;
+
+// step(k) for each whole chunk of [0, n) with the prefetches beside it: rows of x ahead in the tile
+// itself, at its end those of the next one. Returns where the rest begins.
+template <class D, int MT, class F>
+CMOE_INLINE int each_chunk(const typename D::X* const (&x)[MT], int n, const Ahead& ahead,
+                           F&& step) {
+  constexpr int kBytes = D::kChunk * sizeof(typename D::X),
+                kAhead = kBytesAheadX / kBytes * D::kChunk;
+  int k = 0;
+  ahead.begin();
+  for (; k + D::kChunk + kAhead <= n; k += D::kChunk) {
+    ahead.fetch(k * sizeof(typename D::W));
+#pragma GCC unroll 4
+    for (int i = 0; i < MT; ++i) fetch_lines<kBytes>((const char*)(x[i] + k + kAhead));
+    step(k);
+  }
+  for (int bytes = 0; k + D::kChunk <= n; k += D::kChunk, bytes += kBytes) {
+    ahead.fetch(k * sizeof(typename D::W));
+#pragma GCC unroll 4
+    for (int i = 0; i < kTileM; ++i) fetch_lines<kBytes>(ahead.x[i] + bytes);
+    step(k);
+  }
+  return k;
+}
 
 // What a streamed tile brings into L1 while it computes: line after line of the weights that come
 // next, in the order of memory, which the hardware then runs ahead in.
@@ -143,7 +179,7 @@ struct Rows {
     }
   }
   static size_t scratch_bytes(bool transposed, int64_t block_k) {
-    return transposed ? 2 * kColumnsPerBlock * (block_k + 64) * sizeof(W) : 0;
+    return transposed ? 2 * kColumnsTurned * (block_k + 64) * sizeof(W) : 0;
   }
 };
 
@@ -180,8 +216,7 @@ struct NativeBf16 {
                       Ahead ahead) {
     V acc[MT][NT];
     const X* x[MT];
-    
-clear_tile(acc);
+    clear_tile(acc);
 #pragma GCC unroll 8
     for (int i = 0; i < MT; ++i) x[i] = rows[i];
     auto step = [&](auto load, int k) CMOE_LAMBDA {
@@ -195,12 +230,9 @@ clear_tile(acc);
         for (int i = 0; i < MT; ++i) acc[i][j] = (V)_mm512_dpbf16_ps((__m512)acc[i][j], wv, xv[i]);
       }
     };
-    ahead.begin();
-    int k = 0;
-    for (; k + kChunk <= n; k += kChunk) {
-      ahead.fetch(k * sizeof(W));
-      step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, k);
-    }
+    const int k = each_chunk<NativeBf16>(x, n, ahead, [&](int at) CMOE_LAMBDA {
+      step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, at);
+    });
     if (k < n) {
       const int rest = n - k;
       step([rest](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p, rest); }, k);
@@ -219,7 +251,7 @@ clear_tile(acc);
   static void stream_of(const X* x, Panel<W> w, int n, float* c, int64_t stride, bool add,
                         Fetch fetch) {
     V acc[MT][NT];
-clear_tile(acc);
+    clear_tile(acc);
     auto step = [&](auto load, int k) CMOE_LAMBDA {
       __m512bh wv[NT];
 #pragma GCC unroll 8
@@ -349,8 +381,7 @@ struct Fma {
                       bool add, Ahead ahead) {
     V acc[MT][NT];
     const X* x[MT];
-    
-clear_tile(acc);
+    clear_tile(acc);
 #pragma GCC unroll 8
     for (int i = 0; i < MT; ++i) x[i] = rows[i];
     auto half_step = [&]<int h>(int k, auto... rest) CMOE_LAMBDA {
@@ -364,13 +395,10 @@ clear_tile(acc);
         for (int i = 0; i < MT; ++i) acc[i][j] = vfma(wv, xv[i], acc[i][j]);
       }
     };
-    ahead.begin();
-    int k = 0;
-    for (; k + kChunk <= n; k += kChunk) {
-      ahead.fetch(k * sizeof(typename F::W));
-      half_step.template operator()<0>(k);
-      half_step.template operator()<1>(k);
-    }
+    const int k = each_chunk<Fma>(x, n, ahead, [&](int at) CMOE_LAMBDA {
+      half_step.template operator()<0>(at);
+      half_step.template operator()<1>(at);
+    });
     if (k < n) {
       half_step.template operator()<0>(k, n - k);
       half_step.template operator()<1>(k, n - k);
@@ -393,7 +421,7 @@ clear_tile(acc);
   static void stream_of(const X* x, Panel<W> w, int n, float* c, int64_t stride, bool add,
                         Fetch fetch) {
     V acc[MT][NT];
-clear_tile(acc);
+    clear_tile(acc);
     auto half_step = [&]<int h>(int k, auto... rest) CMOE_LAMBDA {
       V wv[NT];
 #pragma GCC unroll 8

@@ -24,12 +24,9 @@ constexpr int kUnit =
     16;  // columns: items are whole units, so that no two threads share a line of h
 constexpr int64_t kUnitsPerItem = 3;  // at least, while there is enough work for all threads
 // An item with few rows streams its weights once: all of its columns in one go, so that memory sees
-// long runs. One with more rows takes kColumnsPerBlock columns at a time, which stay in L2 while
-// blocks of rows pass.
-constexpr int kRowsPerBlock = 128;
+// long runs. One with more rows takes kWeightRowsPerBlock rows of weights at a time.
+constexpr int kRowsPerBlock = 128, kWeightRowsPerBlock = 192;
 constexpr int64_t kUnitsStreamed1 = 12, kUnitsStreamed2 = 32;
-constexpr int64_t kAccFloats =
-    1 << 16;  // output sums of an item of phase 2: a quarter of a small L2
 
 // Units [0, total) handed out to threads: long runs first, short ones at the end to finish
 // together. A run does not cross a multiple of `row` units.
@@ -75,7 +72,6 @@ struct Local {
 
 struct Layout {
   int64_t x_stride, h_stride;  // in elements of D::X
-  int64_t most2;               // units of an item of phase 2
   bool convert_x;
   size_t off_c, off_bias, off_acc, off_turned, off_wide, off_row, off_packed;
   ScratchSizes size;
@@ -87,8 +83,6 @@ constexpr int64_t kColumns2 = (kUnitsStreamed2 + kUnitsPerItem) * kUnit;
 template <class D>
 Layout make_layout(const Problem& p, int64_t rows) {
   Layout l;
-  l.most2 = kAccFloats / ((p.T > 0 ? p.T : 1) * kUnit);
-  l.most2 = l.most2 < kUnitsPerItem ? kUnitsPerItem : least(l.most2, kUnitsStreamed2);
   l.convert_x = D::kConvertX || p.weight_on_input || p.x_stride_col != 1;
   l.x_stride = l.convert_x ? round_up<int64_t>(p.H, D::kChunk) : p.x_stride_row;
   l.h_stride = round_up<int64_t>(p.I, D::kChunk);
@@ -103,13 +97,14 @@ Layout make_layout(const Problem& p, int64_t rows) {
     at += area(bytes);
     return here;
   };
-  constexpr int64_t kBlock = (kRowsPerBlock + kTileM) * 2 * kColumnsPerBlock;
+  constexpr int64_t kBlock = (kRowsPerBlock + kTileM) * kWeightRowsPerBlock;
+  static_assert(kWeightRowsPerBlock >= 2 * kColumnsTurned);
   constexpr int64_t kStreamed =
       D::kRowsStreamed * (2 * kColumns1 > kColumns2 ? 2 * kColumns1 : kColumns2);
   const bool turn = p.w13.stride_col != 1 || p.w2.stride_col != 1;
   l.off_c = take(sizeof(float) * (kBlock > kStreamed ? kBlock : kStreamed));
   l.off_bias = take(sizeof(float) * (2 * kColumns1 > kColumns2 ? 2 * kColumns1 : kColumns2));
-  l.off_acc = take(sizeof(float) * p.T * WorkList::longest(l.most2) * kUnit);
+  l.off_acc = take(sizeof(float) * p.T * kColumns2);
   l.off_turned = take(Rows<typename D::W>::scratch_bytes(turn, D::kBlockK));
   l.off_wide = take(D::kWideRows > 0 ? sizeof(float) * kTileN * (D::kBlockK + D::kChunk) : 0);
   l.off_row = take(l.convert_x ? sizeof(float) * round_up<int64_t>(p.H, D::kChunk) : 0);
@@ -119,18 +114,17 @@ Layout make_layout(const Problem& p, int64_t rows) {
   return l;
 }
 
-// What the t-th of the tiles over a panel prefetches: of several its share of the next panel, which memory
-// would otherwise wait for while the panel at work is read from the cache. Many tiles on parts of
-// rows, or one tile on short rows: the rows' beginnings alone, since the hardware streams a row better than instructions do
-// once it has begun.
+// What the t-th of the tiles over a panel prefetches of weights: of several its share of the next
+// panel, which memory would otherwise wait for while the panel at work is read from the cache. One
+// tile on short rows: their beginnings alone, since the hardware streams a row better than
+// instructions do once it has begun.
 template <class W>
-Ahead ahead_of(const W* following, int64_t stride, int64_t kn, bool whole_rows, int t, int tiles) {
-  if (t >= kTileN) return {nullptr, 0, 0, 0};
+Ahead ahead_of(const W* following, int64_t stride, int64_t kn, int t, int tiles) {
+  if (t >= kTileN) return {};
   const int shares = least(tiles, kTileN), first = t * kTileN / shares,
             last = (t + 1) * kTileN / shares;
-  const bool all = tiles > 1 && (whole_rows || tiles <= 4);
   return {(const char*)(following + first * stride), stride * (int64_t)sizeof(W), last - first,
-          all ? kn * (int64_t)sizeof(W) : 0};
+          tiles > 1 ? kn * (int64_t)sizeof(W) : 0, {}};
 }
 
 // group.c[m, n] = dot(x[m], group.base[n]) over K for M rows of x, in one pass over x for all
@@ -155,9 +149,9 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
     for (int t = 0; t < tiles; ++t) {
       const int mt = (M - m + tiles - t - 1) / (tiles - t);
       for (int i = 0; i < mt; ++i) rows[i] = x[m + i] + k;
-      const Ahead ahead = stream && in_place
-                              ? ahead_of(following, w.stride_row, kn, kn == K, t, tiles)
-                              : Ahead{nullptr, 0, 0, 0};
+      Ahead ahead = stream && in_place ? ahead_of(following, w.stride_row, kn, t, tiles) : Ahead{};
+      const int then = m + mt < M ? m + mt : 0;
+      for (int i = 0; i < kTileM; ++i) ahead.x[i] = (const char*)(x[least(then + i, M - 1)] + k);
       D::tile(mt, nt, rows, weights, static_cast<int>(kn), c + m * c_stride + n, c_stride, add,
               ahead);
       m += mt;
@@ -210,7 +204,7 @@ struct Run {
         h((X*)(scratch + l.size.x)),
         threads_scratch(scratch + l.size.x + l.size.h),
         work1(p.plan.num_active, ceil_div<int64_t>(p.I, kUnit), kUnitsStreamed1, p.threads.count),
-        work2(1, ceil_div<int64_t>(p.H, kUnit), l.most2, p.threads.count) {}
+        work2(1, ceil_div<int64_t>(p.H, kUnit), kUnitsStreamed2, p.threads.count) {}
 
   const X* x_row(int64_t token) const {
     return (l.convert_x ? x_scratch : (const X*)p.x) + token * l.x_stride;
@@ -254,14 +248,17 @@ struct Run {
     return round_up<int64_t>(ceil_div(rows, blocks), kTileM);
   }
 
-  static int64_t columns_at_once(const Matrices& w, int64_t rows, int64_t item) {
-    return rows <= D::kRowsStreamed && w.stride_col == 1 ? item : kColumnsPerBlock;
+  static int64_t columns_at_once(const Matrices& w, int64_t rows, int64_t item,
+                                 int64_t rows_a_column) {
+    if (w.stride_col != 1) return kColumnsTurned;
+    return rows <= D::kRowsStreamed ? item : kWeightRowsPerBlock / rows_a_column;
   }
 
   // How many rows of w13 a column of h has in one run: gate and up alternate, or the up rows are
   // apart.
   int64_t parts() const { return p.interleaved ? 2 : 1; }
   bool up_apart() const { return p.gated && !p.interleaved; }
+  int64_t rows_a_column() const { return p.gated ? 2 : 1; }
 
   const W* w13_at(int64_t position, int64_t row) const {
     return (const W*)p.w13.data + p.plan.expert[position] * p.w13.stride_e + row * p.w13.stride_row;
@@ -276,7 +273,7 @@ struct Run {
       const int64_t position = p.plan.by_size[item.row];
       const int64_t rows = p.plan.offset[position + 1] - p.plan.offset[position];
       const int64_t begin = item.first * kUnit, end = least(begin + item.units * kUnit, p.I);
-      const int64_t step = columns_at_once(p.w13, rows, end - begin);
+      const int64_t step = columns_at_once(p.w13, rows, end - begin, rows_a_column());
       const W* after = then.units > 0
                            ? w13_at(p.plan.by_size[then.row], parts() * then.first * kUnit)
                            : w13_at(position, 0);
@@ -291,7 +288,7 @@ struct Run {
   // Columns [column, column + n) of h for every row of the expert.
   void gate_up(int64_t position, int64_t column, int64_t n, const W* after, Local& local) {
     const X* rows[kRowsPerBlock + kTileM];
-    const int64_t up = p.I + column, stride = 2 * n, expert = p.plan.expert[position];
+    const int64_t up = p.I + column, stride = rows_a_column() * n, expert = p.plan.expert[position];
     const W* w = w13_at(position, parts() * column);
     const W* w_up = up_apart() ? w13_at(position, up) : nullptr;
     load_bias(p.b13, expert, parts() * column, parts() * n, local.bias);
@@ -339,7 +336,7 @@ struct Run {
       for (int64_t i = 0; i < p.T * acc_stride; i += kLanes) vstore(local.acc + i, vset(0.0f));
       for (int64_t e = 0; e < p.plan.num_active; ++e) {
         const int64_t rows = p.plan.offset[e + 1] - p.plan.offset[e];
-        const int64_t step = columns_at_once(p.w2, rows, end - begin);
+        const int64_t step = columns_at_once(p.w2, rows, end - begin, 1);
         const W* after =
             e + 1 < p.plan.num_active ? w2_at(e + 1, begin) : w2_at(0, then.first * kUnit);
         for (int64_t column = begin; column < end; column += step) {
@@ -428,10 +425,14 @@ void probe_tile(int64_t n, int repeats) {
   alignas(64) static const typename D::W w[kTileN][512] = {};
   float c[kTileM * kTileN];
   const typename D::X* rows[kTileM];
-  for (int i = 0; i < kTileM; ++i) rows[i] = x[i];
+  Ahead ahead{};
+  for (int i = 0; i < kTileM; ++i) {
+    rows[i] = x[i];
+    ahead.x[i] = (const char*)x[i];
+  }
   for (int r = 0; r < repeats; ++r)
-    D::tile(kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512),
-            static_cast<int>(n), c, kTileN, false, Ahead{nullptr, 0, 0, 0});
+    D::tile(kTileM, kTileN, rows, D::Source::narrow(&w[0][0], 512), static_cast<int>(n), c, kTileN,
+            false, ahead);
 }
 
 template <class OfBf16>
