@@ -6,6 +6,7 @@ E experts, K experts per token, H hidden, I intermediate, L layers, T tokens.
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,17 +22,24 @@ _names = itertools.count()
 
 
 class Stack(nn.Module):
-    """L layers in a row, each added to its input."""
+    """L layers in a row, each added to its input; a forward of its own code for each stack.
+
+    `torch.compile` keeps what it knows by code object: once one stack broke the graph inside the
+    loop, no stack with the same code would be compiled as a whole any more.
+    """
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
+        own = types.FunctionType(_through.__code__.replace(), _through.__globals__)
+        self.forward = types.MethodType(own, self)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, H] -> [T, H]."""
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+
+def _through(self: Stack, x: Tensor) -> Tensor:
+    """x: [T, H] -> [T, H]."""
+    for layer in self.layers:
+        x = x + layer(x)
+    return x
 
 
 class Empty(nn.Module):

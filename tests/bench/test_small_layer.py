@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench import small_layer
 from bench.shapes import shape_from_text
-from bench.stacks import LAYERS, layer_tensors, plain_layer, plain_stack, stack
+from bench.stacks import LAYERS, Stack, layer_tensors, plain_layer, plain_stack, stack
 from bench.verify import relative_error
 
 SHAPE = shape_from_text("E8K2H64I32")
@@ -73,3 +73,21 @@ def test_the_bare_kernels_compute_the_last_layer() -> None:
 def test_an_unknown_maker_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown layer 'x'; choose one of cmoe, transformers"):
         stack("x", SHAPE, "bf16", 1)
+
+
+class Breaking(nn.Module):
+    """A layer that no graph can hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_a_stack_that_breaks_the_graph_leaves_the_others_whole(
+    count_compiles: Callable[[], int],
+) -> None:
+    x = torch.randn(1, 64)
+    torch.compile(Stack([Breaking(), Breaking()]), backend="eager")(x)
+    before = count_compiles()
+    torch.compile(Stack([nn.Identity(), nn.Identity()]), backend="eager")(x)
+    assert count_compiles() - before == 1
