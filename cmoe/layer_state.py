@@ -6,6 +6,7 @@ the layer owns; a twin of the layer around these gives their result and leaves t
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -47,6 +48,14 @@ def has_hooks(module: nn.Module) -> bool:
         bool(inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks)
         for inner in module.modules()
     )
+
+
+def runs_only(module: nn.Module, owner: type[nn.Module]) -> bool:
+    """Whether a call of the module is the forward of `owner`, with nothing around it."""
+    # Asked in this way the compiler sees a forward that is set on the module later.
+    forward = module.forward
+    is_own = isinstance(forward, types.MethodType) and forward.__func__ is owner.forward
+    return is_own and not has_hooks(module)
 
 
 def with_tensors(module: Layer, tensors: list[Tensor]) -> Layer:

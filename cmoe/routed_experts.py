@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from cmoe.checkpoint.names import ExpertTensorName, parse_expert_name
 from cmoe.config import MoEConfig
 from cmoe.custom_ops.backends import Kernels, LayerSpec, select_kernels
+from cmoe.custom_ops.fused_experts import Experts
 from cmoe.errors import LoadError
 from cmoe.expert_map import ExpertMapManager
 from cmoe.load_report import Homes, LoadReport, NamedTensors, load_tensors
 from cmoe.load_write import Write
 from cmoe.pluggable import PluggableLayer
 from cmoe.quant.table import make_quant_method
+from cmoe.quant.unquantized import Unquantized
 from cmoe.routing import Routing
 
 
@@ -66,6 +68,13 @@ class RoutedExperts(PluggableLayer):
         return self.quant_method.apply(
             self.config, self.weights(), self.expert_map, self.kernels, x, routing
         )
+
+    def experts(self) -> Experts | None:
+        """What `forward` hands to `fused_experts`; None where the format does anything else."""
+        method = self.quant_method
+        if not isinstance(method, Unquantized) or type(method).apply is not Unquantized.apply:
+            return None
+        return method.experts(self.config, self.weights(), self.expert_map)
 
     def weights(self) -> dict[str, Tensor]:
         """What the quant method asked for, by name: parameters, or what is computed from them."""

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from cmoe.autocast import is_autocast_on
 from cmoe.config import MoEConfig
 from cmoe.custom_ops.registration import asks_for_derivatives
-from cmoe.distributed.dispatch import Dispatcher
-from cmoe.layer_state import has_buffers, has_hooks, tensors_of
+from cmoe.distributed.dispatch import Dispatcher, LocalDispatcher
+from cmoe.layer_state import has_buffers, has_hooks, runs_only, tensors_of
 from cmoe.load_report import Homes, LoadReport, NamedTensors, load_tensors
 from cmoe.ops import moe_forward, moe_forward_shared
 from cmoe.pluggable import PluggableLayer
 from cmoe.routed_experts import RoutedExperts
 from cmoe.router.base import FusedMoERouter
+from cmoe.router.topk import TopKRouter
 from cmoe.routing import RouterInputs
 from cmoe.runner_interface import MoEOutput, MoERunnerInterface
 from cmoe.runner_weights import BlockWeights
@@ -208,15 +209,37 @@ class MoERunner(MoERunnerInterface):
         return F.pad(x, (0, missing)) if missing else x
 
     def _run(self, inputs: RouterInputs, x: Tensor) -> MoEOutput:
-        """forward_impl, inside a layer op unless it must be traced through."""
-        traced = self._is_traced_through(inputs)
-        if self.shared_experts is None:
-            if traced:
-                return self.forward_impl(inputs, None)
+        """forward_impl, inside a layer op unless it must be traced through, or is one op itself."""
+        shared_input = None if self.shared_experts is None else x
+        if self._is_traced_through(inputs):
+            return self.forward_impl(inputs, shared_input)
+        if (routed := self._by_one_kernel(inputs)) is not None:
+            return MoEOutput(None, routed)
+        if shared_input is None:
             return MoEOutput(None, moe_forward(*inputs, *self.op_identity()))
-        if traced:
-            return self.forward_impl(inputs, x)
         return MoEOutput(*moe_forward_shared(*inputs, x, *self.op_identity()))
+
+    def _by_one_kernel(self, inputs: RouterInputs) -> Tensor | None:
+        """`_routed` as one kernel op; None where anything but our own parts has a say in it.
+
+        Such an op names every tensor that it reads, so it needs no layer op around it.
+        """
+        router, kernel = self.router, self.routed_experts.kernels.fused_moe
+        if kernel is None or self.shared_experts is not None:
+            return None
+        if type(self.dispatcher) is not LocalDispatcher:
+            return None
+        if self._scales_weights(inputs.hidden_states.dtype):
+            return None
+        if not (isinstance(router, TopKRouter) and runs_only(router, TopKRouter)):
+            return None
+        if not runs_only(self.routed_experts, RoutedExperts):
+            return None
+        experts = self.routed_experts.experts()
+        if experts is None:
+            return None
+        y: Tensor = kernel(inputs.hidden_states, inputs.router_logits, *router.formula(), *experts)
+        return y
 
     def _is_traced_through(self, inputs: RouterInputs) -> bool:
         """Whether the call goes without the layer op, which knows no derivatives, no autocast."""

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cmoe
+from cmoe.distributed.dispatch import LocalDispatcher
+from cmoe.quant.unquantized import Unquantized
 from tests.layers import (
     HIDDEN,
     INTERMEDIATE,
@@ -87,9 +89,11 @@ LAYERS: dict[str, Callable[[], tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-def layer_named(name: str, prefix: str = "mlp", **parts: Any) -> cmoe.MoERunner:
+def layer_named(
+    name: str, prefix: str = "mlp", *, backend: str = "auto", **parts: Any
+) -> cmoe.MoERunner:
     changes, own_parts = LAYERS[name]()
-    return layer_of(config_of(**changes), prefix, **own_parts, **parts)
+    return layer_of(config_of(backend=backend, **changes), prefix, **own_parts, **parts)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
@@ -133,10 +137,15 @@ class Seen(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("name", "op"), [("plain", "cmoe.moe_forward"), ("shared", "cmoe.moe_forward_shared")]
+    ("name", "backend", "op"),
+    [
+        ("plain", "auto", "cmoe_cpu.fused_moe"),
+        ("plain", "reference", "cmoe.moe_forward"),
+        ("shared", "auto", "cmoe.moe_forward_shared"),
+    ],
 )
-def test_a_call_is_one_op(name: str, op: str) -> None:
-    layer = layer_named(name)
+def test_a_call_is_one_op(name: str, backend: str, op: str) -> None:
+    layer = layer_named(name, backend=backend)
     with Seen() as seen:
         layer(x_of(3), logits_of(3))
     assert seen.names == [f"{op}.default"]
@@ -145,6 +154,103 @@ def test_a_call_is_one_op(name: str, op: str) -> None:
         layer(x_of(3), logits_of(3))
     assert ["fused_experts" in name for name in seen.names].count(True) == 1
     assert op not in "".join(seen.names)
+
+
+@pytest.mark.parametrize("name", ["plain", "biases", "sigmoid", "padded", "weight on input"])
+def test_one_kernel_is_the_layer_op_to_the_bit(name: str) -> None:
+    changes, _ = LAYERS[name]()
+    layer = layer_of(config_of(**changes))
+    x, logits = x_of(7, width=layer.config.padded_hidden_size()), logits_of(7)
+    x[:, HIDDEN:] = 0
+    routed = torch.ops.cmoe.moe_forward(x, logits, None, None, None, layer.layer_token)
+    with Seen() as seen:
+        y = layer(x[:, :HIDDEN], logits)
+    assert seen.names == ["cmoe_cpu.fused_moe.default"]
+    assert torch.equal(y, routed[:, :HIDDEN])
+
+
+def double(*arguments: Any) -> Any:
+    return 2 * arguments[-1]
+
+
+class DoublingRouter(cmoe.TopKRouter):
+    """Its weights are twice those of the formula."""
+
+    def forward(self, inputs: Any) -> Any:
+        return super().forward(inputs).scaled(2.0)
+
+
+class DoublingExperts(cmoe.RoutedExperts):
+    """Their sum is twice that of the kernels."""
+
+    def forward(self, x: Tensor, routing: Any) -> Tensor:
+        return 2 * super().forward(x, routing)
+
+
+class DoublingFormat(Unquantized):
+    """Its products are twice those of the weights."""
+
+    def apply(self, *arguments: Any) -> Tensor:
+        return 2 * super().apply(*arguments)
+
+
+class DoublingDispatcher(LocalDispatcher):
+    """It brings twice the sum back."""
+
+    def combine(self, y: Tensor) -> Tensor:
+        return 2 * y
+
+
+def with_own_forward(layer: cmoe.MoERunner) -> None:
+    forward = layer.routed_experts.forward
+    layer.routed_experts.forward = lambda *arguments: 2 * forward(*arguments)
+
+
+def with_router(layer: cmoe.MoERunner) -> None:
+    layer.router = DoublingRouter(layer.config)
+    layer.router.use_kernels(layer.routed_experts.kernels)
+
+
+def with_experts(layer: cmoe.MoERunner) -> None:
+    experts = DoublingExperts(layer.config)
+    experts.load_state_dict(layer.routed_experts.state_dict())
+    layer.routed_experts = experts
+
+
+DOUBLED: dict[str, Callable[[cmoe.MoERunner], object]] = {
+    "a hook of the experts": lambda layer: layer.routed_experts.register_forward_hook(double),
+    "a hook of the router": lambda layer: layer.router.register_forward_hook(
+        lambda module, inputs, routing: routing.scaled(2.0)
+    ),
+    "a forward of the module's own": with_own_forward,
+    "a router of another class": with_router,
+    "experts of another class": with_experts,
+    "another format": lambda layer: setattr(layer.routed_experts, "quant_method", DoublingFormat()),
+    "another dispatcher": lambda layer: setattr(layer, "dispatcher", DoublingDispatcher()),
+}
+
+
+# `torch.compile` takes the hooks of any module as they are at the compile.
+CHANGES = [
+    (what, compiled)
+    for what in DOUBLED
+    for compiled in ("never", "after", "before")
+    if not ("a hook" in what and compiled == "before")
+]
+
+
+@pytest.mark.parametrize(("what", "compiled"), CHANGES)
+def test_what_is_changed_from_outside_takes_part(what: str, compiled: str) -> None:
+    """One kernel computes a layer of the library's own parts alone, as these are at the call."""
+    layer = layer_named("plain")
+    x, logits = x_of(3), logits_of(3)
+    run = layer if compiled == "never" else torch.compile(layer, backend="aot_eager")
+    with torch.no_grad():
+        plain = layer(x, logits)
+        if compiled == "before":
+            assert torch.equal(run(x, logits), plain)
+        DOUBLED[what](layer)
+        assert torch.equal(run(x, logits), 2 * plain)
 
 
 @pytest.mark.parametrize("name", ["plain", "latent, padded"])

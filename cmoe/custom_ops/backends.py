@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cmoe.custom_ops.fused_experts import fused_experts, fused_experts_reference
+from cmoe.custom_ops.fused_moe import fused_moe_reference
 from cmoe.custom_ops.registration import differentiable
 from cmoe.custom_ops.route import route, route_reference
 from cmoe.errors import UnsupportedError
@@ -48,6 +49,7 @@ class Kernels(NamedTuple):
 
     fused_experts: Callable[..., Any]
     route: Callable[..., Any]
+    fused_moe: Callable[..., Any] | None = None  # None: no single op does the work of the two
 
 
 class Backend(ABC):
@@ -151,9 +153,11 @@ def select_kernels(spec: LayerSpec, requested: str = "auto") -> Kernels:
     backend = choose_backend(spec, requested)
     kernels = backend.kernels()
     name = None if backend is _LAST else backend.name
+    whole = kernels.fused_moe
     return Kernels(
         differentiable(kernels.fused_experts, fused_experts_reference, backend=name),
         differentiable(kernels.route, route_reference, backend=name),
+        None if whole is None else differentiable(whole, fused_moe_reference, backend=name),
     )
 
 

@@ -6,6 +6,8 @@ R = T * K routed rows, N = 2I for gated activations, I for non-gated.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,25 @@ SCHEMA = (
     " bool apply_router_weight_on_input) -> Tensor"
 )
 """The one signature that every backend's op has."""
+
+
+class Experts(NamedTuple):
+    """What `fused_experts` takes beside x with its routing, see `fused_experts_reference`."""
+
+    w13: Tensor
+    w2: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    expert_map: Tensor | None
+    activation: str
+    alpha: float
+    limit: float | None
+    interleaved: bool
+    apply_router_weight_on_input: bool
+
+    def arguments(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> tuple[Any, ...]:
+        """The arguments of `fused_experts`, in order."""
+        return (x, self.w13, self.w2, topk_weights, topk_ids, *self[2:])
 
 
 def fused_experts_reference(

@@ -5,6 +5,8 @@ T tokens, E experts, K experts per token, G groups.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,20 @@ SCHEMA = (
     " bool renormalize, int num_expert_group, int topk_group, float scaling) -> (Tensor, Tensor)"
 )
 """The one signature that every backend's op has."""
+
+
+class Formula(NamedTuple):
+    """What `route` takes behind the logits, see `route_reference`."""
+
+    bias: Tensor | None
+    top_k: int
+    scoring_func: str
+    softmax_after_topk: bool
+    renormalize: bool
+    num_expert_group: int
+    topk_group: int
+    scaling: float
+
 
 SCORING_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cmoe.config import MoEConfig
 from cmoe.custom_ops.backends import Kernels
+from cmoe.custom_ops.fused_experts import Experts
 from cmoe.quant.base import QuantMethod
 from cmoe.routing import Routing
 
@@ -41,12 +42,16 @@ class Unquantized(QuantMethod):
         routing: Routing,
     ) -> Tensor:
         """One call of fused_experts."""
-        return kernels.fused_experts(
-            x,
+        experts = self.experts(config, weights, expert_map)
+        return kernels.fused_experts(*experts.arguments(x, routing.topk_weights, routing.topk_ids))
+
+    def experts(
+        self, config: MoEConfig, weights: Mapping[str, Tensor], expert_map: Tensor | None
+    ) -> Experts:
+        """The weights with the constants of the config, as `fused_experts` takes them."""
+        return Experts(
             weights["w13_weight"],
             weights["w2_weight"],
-            routing.topk_weights,
-            routing.topk_ids,
             weights.get("w13_bias"),
             weights.get("w2_bias"),
             expert_map,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cmoe.config import MoEConfig
 from cmoe.custom_ops.backends import Kernels
-from cmoe.custom_ops.route import route
+from cmoe.custom_ops.route import Formula, route
 from cmoe.router.base import FusedMoERouter
 from cmoe.routing import RouterInputs, Routing
 
@@ -47,9 +47,12 @@ class TopKRouter(FusedMoERouter):
 
     def forward(self, inputs: RouterInputs) -> Routing:
         """router_logits: [T, E], any float dtype."""
+        return Routing(*self._route(inputs.router_logits, *self.formula()))
+
+    def formula(self) -> Formula:
+        """The constants of the config with the bias, as `route` takes them."""
         config = self.config
-        weights, ids = self._route(
-            inputs.router_logits,
+        return Formula(
             self.e_score_correction_bias,
             self.top_k,
             config.scoring_func,
@@ -59,7 +62,6 @@ class TopKRouter(FusedMoERouter):
             config.topk_group,
             config.scale_on_weights(),
         )
-        return Routing(weights, ids)
 
     def extra_repr(self) -> str:
         """K, the formula."""

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "kernel_choice.h"
+#include "ops.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -122,6 +123,8 @@ Slots& slots() {
   return *all;
 }
 
+}  // namespace
+
 at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::Tensor& w2_,
                          const at::Tensor& topk_weights_, const at::Tensor& topk_ids,
                          const std::optional<at::Tensor>& w13_bias,
@@ -183,6 +186,8 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::
   return out;
 }
 
+namespace {
+
 // The formula for a call's scratch, in bytes: what `slot->reserve` is asked for when every row has
 // an expert.
 int64_t fused_experts_scratch_bytes(int64_t tokens, int64_t top_k, int64_t hidden,
@@ -230,6 +235,13 @@ TORCH_LIBRARY(cmoe_cpu, m) {
   m.def(
       "route(Tensor logits, Tensor? bias, int top_k, str scoring_func, bool softmax_after_topk,"
       " bool renormalize, int num_expert_group, int topk_group, float scaling) -> (Tensor, Tensor)",
+      {at::Tag::needs_exact_strides});
+  m.def(
+      "fused_moe(Tensor x, Tensor logits, Tensor? bias, int top_k, str scoring_func,"
+      " bool softmax_after_topk, bool renormalize, int num_expert_group, int topk_group,"
+      " float scaling, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias,"
+      " Tensor? expert_map, str activation, float alpha, float? limit, bool interleaved,"
+      " bool apply_router_weight_on_input) -> Tensor",
       {at::Tag::needs_exact_strides});
   // For the tests, the benchmarks and `cmoe env`; not for graphs.
   m.def("scratch_bytes", fused_experts_scratch_bytes);

@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "ops.h"
 #include "parallel.h"
 
 namespace cmoe {
@@ -201,6 +202,8 @@ void check(const at::Tensor& logits, const std::optional<at::Tensor>& bias, int6
                     topk_group * (E / groups), " experts of topk_group (", topk_group, ") groups");
 }
 
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits_,
                                          const std::optional<at::Tensor>& bias, int64_t top_k,
                                          c10::string_view scoring_func, bool softmax_after_topk,
@@ -233,8 +236,6 @@ std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits_,
                         " ", logits.sizes());
   }
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(cmoe_cpu, CPU, m) { m.impl("route", TORCH_FN(route)); }
 
