@@ -210,11 +210,11 @@ class MoERunner(MoERunnerInterface):
 
     def _run(self, inputs: RouterInputs, x: Tensor) -> MoEOutput:
         """forward_impl, inside a layer op unless it must be traced through, or is one op itself."""
+        if (routed := self._by_one_kernel(inputs)) is not None:
+            return MoEOutput(None, routed)
         shared_input = None if self.shared_experts is None else x
         if self._is_traced_through(inputs):
             return self.forward_impl(inputs, shared_input)
-        if (routed := self._by_one_kernel(inputs)) is not None:
-            return MoEOutput(None, routed)
         if shared_input is None:
             return MoEOutput(None, moe_forward(*inputs, *self.op_identity()))
         return MoEOutput(*moe_forward_shared(*inputs, x, *self.op_identity()))
