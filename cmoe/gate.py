@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cmoe.autocast import without_autocast
+from cmoe.custom_ops.backends import Kernels
+from cmoe.custom_ops.gate import gate_reference
 
 
 class GateLinear(nn.Module):
@@ -31,6 +35,7 @@ class GateLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_experts, dtype=dtype)) if bias else None
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
         self.requires_grad_(False)
+        self._gate: Callable[..., Tensor] = gate_reference
 
     @classmethod
     def of(cls, weight: nn.Parameter, bias: nn.Parameter | None = None) -> GateLinear:
@@ -44,24 +49,23 @@ class GateLinear(nn.Module):
         num_experts, hidden = self.weight.shape
         return f"hidden_size={hidden}, num_experts={num_experts}, bias={self.bias is not None}"
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Takes the backend's `gate`; without one the product is plain torch."""
+        self._gate = kernels.gate
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states: [T, H] -> logits [T, E], float32 (float64 for float64)."""
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        x, weight = hidden_states.to(wide), self.weight.to(wide)
-        bias = None if self.bias is None else self.bias.to(wide)
-        if torch.compiler.is_compiling() and _is_one_token(x):
-            # For one token the compiler fuses this sum with the conversion of the weights; ahead of
-            # a matrix product it would write all of them out in float32.
-            logits = (x.unsqueeze(-2) * weight).sum(-1)
-            return logits if bias is None else logits + bias
+        """hidden_states: [..., H] -> logits [..., E], float32 (float64 for float64)."""
+        x = hidden_states.flatten(0, -2)
         # Autocast would round the product that this class exists to keep.
         with without_autocast(hidden_states.device):
-            return F.linear(x, weight, bias)
+            logits = self._gate(x, self.weight, self.bias)
+        return logits.view(*hidden_states.shape[:-1], logits.shape[-1])
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_gate"]  # The runner hands in the kernels of the place where the copy lives.
+        return state
 
-def _is_one_token(x: Tensor) -> bool:
-    """Whether the graph that is being traced is for one token alone; never adds a guard."""
-    # Loads sympy, which takes longer than all of `import cmoe`.
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return bool(statically_known_true(x.numel() == x.shape[-1]))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._gate = gate_reference

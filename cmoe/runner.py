@@ -17,6 +17,7 @@ from cmoe.autocast import is_autocast_on
 from cmoe.config import MoEConfig
 from cmoe.custom_ops.registration import asks_for_derivatives
 from cmoe.distributed.dispatch import Dispatcher, LocalDispatcher
+from cmoe.gate import GateLinear
 from cmoe.layer_state import has_buffers, has_hooks, runs_only, tensors_of
 from cmoe.load_report import Homes, LoadReport, NamedTensors, load_tensors
 from cmoe.ops import moe_forward, moe_forward_shared
@@ -67,7 +68,7 @@ class MoERunner(MoERunnerInterface):
         self.input_transform = input_transform
         self.output_transform = output_transform
         self.routed_scale = config.router.scale_on_output()
-        self.router.use_kernels(routed_experts.kernels)
+        self._hand_out_kernels()
 
     def forward(
         self,
@@ -292,14 +293,20 @@ class MoERunner(MoERunnerInterface):
             y = y.to(wide) + output.shared
         return _into_range(y, narrow).contiguous()
 
+    def _hand_out_kernels(self) -> None:
+        """The backend that the experts chose serves router, gate."""
+        self.router.use_kernels(self.routed_experts.kernels)
+        if isinstance(self.gate, GateLinear):
+            self.gate.use_kernels(self.routed_experts.kernels)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoERunner:
         super()._apply(fn, recurse)
-        self.router.use_kernels(self.routed_experts.kernels)
+        self._hand_out_kernels()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.router.use_kernels(self.routed_experts.kernels)
+        self._hand_out_kernels()
 
 
 def _check_argument(name: str, tensor: Tensor, lead: torch.Size) -> None:

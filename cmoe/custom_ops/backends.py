@@ -18,6 +18,7 @@ import torch
 
 from cmoe.custom_ops.fused_experts import fused_experts, fused_experts_reference
 from cmoe.custom_ops.fused_moe import fused_moe_reference
+from cmoe.custom_ops.gate import gate_reference
 from cmoe.custom_ops.registration import differentiable
 from cmoe.custom_ops.route import route, route_reference
 from cmoe.errors import UnsupportedError
@@ -49,6 +50,7 @@ class Kernels(NamedTuple):
 
     fused_experts: Callable[..., Any]
     route: Callable[..., Any]
+    gate: Callable[..., Any] = gate_reference
     fused_moe: Callable[..., Any] | None = None  # None: no single op does the work of the two
 
 
@@ -157,6 +159,7 @@ def select_kernels(spec: LayerSpec, requested: str = "auto") -> Kernels:
     return Kernels(
         differentiable(kernels.fused_experts, fused_experts_reference, backend=name),
         differentiable(kernels.route, route_reference, backend=name),
+        differentiable(kernels.gate, gate_reference, backend=name),
         None if whole is None else differentiable(whole, fused_moe_reference, backend=name),
     )
 

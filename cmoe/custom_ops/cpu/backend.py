@@ -11,6 +11,7 @@ from cmoe.custom_ops.backends import Backend, Kernels, LayerSpec
 from cmoe.custom_ops.cpu import build
 from cmoe.custom_ops.fused_experts import fused_experts_fake
 from cmoe.custom_ops.fused_moe import fused_moe_fake
+from cmoe.custom_ops.gate import gate_fake
 from cmoe.custom_ops.route import route_fake
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,8 +45,11 @@ def _kernels() -> Kernels:
     torch.library.register_fake("cmoe_cpu::fused_experts", fused_experts_fake)
     torch.library.register_fake("cmoe_cpu::route", route_fake)
     torch.library.register_fake("cmoe_cpu::fused_moe", fused_moe_fake)
+    torch.library.register_fake("cmoe_cpu::gate", gate_fake)
     ops = torch.ops.cmoe_cpu
-    return Kernels(ops.fused_experts.default, ops.route.default, ops.fused_moe.default)
+    return Kernels(
+        ops.fused_experts.default, ops.route.default, ops.gate.default, ops.fused_moe.default
+    )
 
 
 BACKEND = CpuBackend()

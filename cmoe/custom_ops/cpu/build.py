@@ -41,8 +41,8 @@ _KERNEL_SETS: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
 }
 _KERNEL_SETS_ANYWHERE: Mapping[str, Sequence[str]] = {"generic": []}
-_OPS = ("cmoe_cpu::fused_experts", "cmoe_cpu::route", "cmoe_cpu::fused_moe")
-_TORCH_SOURCES = ("fused_experts", "route", "fused_moe", "kernel_choice")
+_OPS = ("cmoe_cpu::fused_experts", "cmoe_cpu::route", "cmoe_cpu::fused_moe", "cmoe_cpu::gate")
+_TORCH_SOURCES = ("fused_experts", "route", "fused_moe", "gate", "kernel_choice")
 
 # No contraction: every tile shape has to round alike, so a fused multiply-add is always written.
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")

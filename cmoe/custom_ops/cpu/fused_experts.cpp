@@ -243,6 +243,7 @@ TORCH_LIBRARY(cmoe_cpu, m) {
       " Tensor? expert_map, str activation, float alpha, float? limit, bool interleaved,"
       " bool apply_router_weight_on_input) -> Tensor",
       {at::Tag::needs_exact_strides});
+  m.def("gate(Tensor x, Tensor weight, Tensor? bias) -> Tensor", {at::Tag::needs_exact_strides});
   // For the tests, the benchmarks and `cmoe env`; not for graphs.
   m.def("scratch_bytes", fused_experts_scratch_bytes);
   m.def("release_scratch", release_scratch);

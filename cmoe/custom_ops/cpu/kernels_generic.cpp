@@ -2,8 +2,9 @@
 #define CMOE_ISA generic
 #include "vec_generic.h"
 #include "engine.h"  // after the vectors that it is written in
+#include "gate.h"
 
 namespace cmoe {
 extern const Kernels kGeneric;
-const Kernels kGeneric = generic::kernels<generic::Fma<generic::Bf16>>("generic");
+const Kernels kGeneric = generic::with_gate(generic::kernels<generic::Fma<generic::Bf16>>("generic"));
 }  // namespace cmoe

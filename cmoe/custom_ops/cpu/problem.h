@@ -71,6 +71,17 @@ struct Problem {
   Threads threads;
 };
 
+// The router's product: out = x w^T.
+struct GateProblem {
+  DType dtype;  // of x and w
+  int64_t T, H, E;
+  const void* x;  // [T, H], columns contiguous
+  int64_t x_stride;
+  const void* w;  // [E, H], columns contiguous
+  int64_t w_stride;
+  float* out;  // [T, E]
+};
+
 // Bytes of each scratch area of a call; `total` is the formula that docs/performance.md states.
 struct ScratchSizes {
   size_t x = 0;           // activations in the kernel's own form, shared
@@ -85,6 +96,7 @@ struct Kernels {
   ScratchSizes (*scratch)(const Problem&, int64_t rows);
   void (*run)(const Problem&, char* scratch);
   void (*probe)(int64_t multiply_adds);  // that much work of bf16 tiles
+  void (*gate)(const GateProblem&, int64_t first, int64_t last) = nullptr;  // experts [first, last)
 };
 
 }  // namespace cmoe
