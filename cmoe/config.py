@@ -90,10 +90,10 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointLayout:
-    """How fused expert tensors lie in the checkpoint; never guessed from shapes.
+    """How fused expert tensors lie in the checkpoint.
 
-    transposed: [E, K, N] instead of [E, N, K]; None: not declared, which is an error for a tensor
-        whose shape fits both.
+    transposed: [E, K, N] instead of [E, N, K]; None: a tensor's shape tells, and one that fits both
+        is an error, never a guess.
     interleaved: gate with up rows alternate (g0, u0, g1, u1, ...) instead of gate rows, up rows.
     """
 

@@ -169,16 +169,23 @@ class RoutedExperts(PluggableLayer):
             _check_shape(name, tensor, (*experts, rows))
             return tensor
         if parsed.expert is None:
-            if config.layout.transposed is None and rows == columns:
-                raise LoadError(
-                    f"{name}: both orientations of {tuple(tensor.shape)} fit; declare "
-                    "MoEConfig(layout=CheckpointLayout(transposed=...))"
-                )
-            if config.layout.transposed:
-                _check_shape(name, tensor, (*experts, columns, rows), "declared transposed")
-                return tensor.transpose(-1, -2)
-        why = "" if parsed.expert is not None else "not declared transposed"
-        _check_shape(name, tensor, (*experts, rows, columns), why)
+            return self._fused_oriented(name, tensor, (*experts, rows, columns))
+        _check_shape(name, tensor, (rows, columns))
+        return tensor
+
+    def _fused_oriented(self, name: str, tensor: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        """A tensor of all experts, or its transposed view: [E, out, in], which is `shape`."""
+        turned, declared = (shape[0], shape[2], shape[1]), self.config.layout.transposed
+        if declared is None and turned == shape:
+            raise LoadError(
+                f"{name}: both orientations of {tuple(tensor.shape)} fit; declare "
+                "MoEConfig(layout=CheckpointLayout(transposed=...))"
+            )
+        if declared or (declared is None and tuple(tensor.shape) == turned):
+            _check_shape(name, tensor, turned, "declared transposed")
+            return tensor.transpose(-1, -2)
+        why = f"or {turned}" if declared is None else "declared as not transposed"
+        _check_shape(name, tensor, shape, why)
         return tensor
 
     def _split(self, parsed: ExpertTensorName, tensor: Tensor) -> list[tuple[str, Tensor]]:

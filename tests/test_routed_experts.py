@@ -157,26 +157,33 @@ def test_an_undeclared_layout_is_never_guessed(sizes: tuple[int, int], name: str
         experts.load_weights(given)
 
 
-def test_an_undeclared_layout_that_only_fits_one_way_is_right() -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_undeclared_layout_that_only_fits_one_way_is_right(transposed: bool) -> None:
     experts = experts_of(hidden_size=12, intermediate_size=10)
     tensors = expert_tensors(experts.config)
-    checked_load(experts, fused(tensors, transposed=False, interleaved=False))
+    checked_load(experts, fused(tensors, transposed=transposed, interleaved=False))
     assert_holds(experts, tensors)
 
 
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        (None, r"\(5, 20, 12\) \(not declared transposed\)"),
-        (False, r"\(5, 20, 12\) \(not declared transposed\)"),
+        (False, r"\(5, 20, 12\) \(declared as not transposed\)"),
         (True, r"\(5, 12, 20\) \(declared transposed\)"),
     ],
 )
-def test_the_other_orientation_is_an_error(declared: bool | None, message: str) -> None:
+def test_the_other_orientation_is_an_error(declared: bool, message: str) -> None:
     layout = cmoe.CheckpointLayout(transposed=declared)
     experts = experts_of(hidden_size=12, intermediate_size=10, layout=layout)
     given = fused(expert_tensors(experts.config), transposed=not declared, interleaved=False)
     with pytest.raises(cmoe.LoadError, match=rf"gate_up_proj: shape .* should be {message}"):
+        experts.load_weights(given)
+
+
+def test_a_shape_of_neither_orientation() -> None:
+    experts = experts_of(hidden_size=12, intermediate_size=10)
+    given = {"experts.gate_up_proj": torch.zeros(5, 12, 10)}
+    with pytest.raises(cmoe.LoadError, match=r"should be \(5, 20, 12\) \(or \(5, 12, 20\)\)"):
         experts.load_weights(given)
 
 

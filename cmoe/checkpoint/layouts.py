@@ -66,16 +66,22 @@ def _stem(key: str, names: Names) -> str | None:
 
 def _measured(stem: str, block: Mapping[str, Shape], names: Names, file_layout: Layout) -> _Experts:
     """The sizes of a block, from its tensors in either layout."""
-    num_experts, sizes, has_bias = 0, (0, 0), False
+    num_experts, has_bias = 0, False
+    matrices: dict[str, Shape] = {}
     for key, shape in block.items():
         parsed = parse_expert_name(key) or parse_expert_name(names.in_model(key))
         assert parsed is not None
         has_bias = has_bias or parsed.is_bias
         num_experts = max(num_experts, shape[0] if parsed.expert is None else parsed.expert + 1)
-        if parsed.part == "w2" and not parsed.is_bias:
-            is_turned = parsed.expert is None and file_layout.transposed
-            sizes = (shape[-1], shape[-2]) if is_turned else (shape[-2], shape[-1])
-    return _Experts(stem, num_experts, *sizes, has_bias)
+        if not parsed.is_bias:
+            matrices["w2" if parsed.part == "w2" else "w13"] = shape
+    is_turned = len(matrices["w2"]) == 3 and file_layout.transposed
+    if is_turned is None:  # Both have H, at the ends that meet.
+        is_turned = matrices["w2"][-2] != matrices["w13"][-1]
+    *_, hidden, intermediate = matrices["w2"]
+    if is_turned:
+        hidden, intermediate = intermediate, hidden
+    return _Experts(stem, num_experts, hidden, intermediate, has_bias)
 
 
 def _fused(experts: _Experts, gated: bool, layout: Layout) -> Iterator[tuple[str, Shape]]:

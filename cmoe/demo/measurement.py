@@ -15,11 +15,17 @@ from torch import Tensor
 
 from cmoe.checkpoint.folder import Checkpoint
 from cmoe.config import moe_part
-from cmoe.demo.client import Worker
+from cmoe.demo.client import Worker, WorkerError
 from cmoe.demo.options import DemoOptions
 from cmoe.demo.progress import Progress
 from cmoe.demo.table import Row, render
-from cmoe.demo.verdict import LogitsError, Verdict, check_rounding, check_tokens
+from cmoe.demo.verdict import (
+    LogitsError,
+    Verdict,
+    check_results,
+    check_rounding,
+    check_tokens,
+)
 
 _ROUNDS = 5
 
@@ -35,6 +41,7 @@ class Measurement:
         self._work = work
         self._progress = progress
         self._num_workers = 0
+        self._loaded: dict[str, Any] = {}  # what the last worker said of its model
 
     def run(self) -> tuple[str, list[Verdict]]:
         """The table, the checks."""
@@ -44,7 +51,12 @@ class Measurement:
             ours = float32.enter_context(self._worker("cmoe", "float32"))
             cold = self._compile(ours, "cmoe, float32")
             own_tokens, logits = self._generate(ours, "cmoe, float32", None)
-            verdicts = [check_tokens(own_tokens, tokens, LogitsError.between(logits, reference))]
+            error = LogitsError.between(logits, reference)
+            verdicts = [
+                check_tokens(own_tokens, tokens, error)
+                if self._loaded["predicts_tokens"]
+                else check_results(error)
+            ]
             if self._options.dtype == "float32":
                 return self._measure(theirs, ours, cold, tokens, reference, verdicts)
         dtype = self._options.dtype
@@ -98,15 +110,15 @@ class Measurement:
             ),
         ]
         table = render(rows, num_prompt_tokens=self._options.num_prompt_tokens)
-        return f"{table}\n\n{self._legend(warm)}", verdicts
+        return f"{table}\n\n{self._legend(cold, warm)}", verdicts
 
-    def _legend(self, warm: dict[str, Any]) -> str:
+    def _legend(self, cold: dict[str, Any], warm: dict[str, Any]) -> str:
         options, part = self._options, moe_part(self._checkpoint.config)
         return (
             f"{part['model_type']}, {part.get('num_hidden_layers', '?')} layers, "
             f"{self._checkpoint.num_bytes() / 1e6:.0f} MB on disk, {options.dtype}, "
             f"{options.device}, {torch.get_num_threads()} threads; medians, the two models in "
-            "turn. A graph holds the whole model (fullgraph=True): prefill is one, decode another. "
+            f"turn. {cold['legend']} "
             f"Cold compile: empty caches; warm: a second process, "
             f"{warm['cache_hits']} of {warm['cache_hits'] + warm['cache_misses']} graphs from the "
             "FX cache. Peak memory: of the model's process, while it loads and runs. Logit "
@@ -137,7 +149,7 @@ class Measurement:
 
     def _compile(self, worker: Worker, what: str) -> dict[str, Any]:
         with self._progress.step(f"{what}: compiling prefill, decode"):
-            return {**worker.ask("compile"), "backend": self._backend}
+            return {**worker.ask("compile"), "backend": self._loaded["backend"]}
 
     def _generate(
         self, worker: Worker, what: str, forced: list[int] | None
@@ -167,9 +179,15 @@ class Measurement:
                     "num_steps": options.num_tokens,
                 }
                 answer = worker.ask("load", request)
-            if name == "cmoe":
-                self._backend = answer["backend"]
+            self._loaded = self._judged(name, answer)
             yield worker
+
+    def _judged(self, name: str, answer: dict[str, Any]) -> dict[str, Any]:
+        """What a worker has loaded; WorkerError where the two models would be run differently."""
+        before = self._loaded.get("legend", answer["legend"])
+        if answer["legend"] != before:
+            raise WorkerError(f"{name}: {answer['legend']}; but the model before: {before}")
+        return answer
 
 
 def _peer_name(prefill: str, decode: str) -> str:

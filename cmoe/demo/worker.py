@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,18 +33,17 @@ class Arm:
     """One model under measurement. Each public method answers one kind of request."""
 
     def load(self, request: Answer) -> Answer:
-        """folder, is_cmoe, dtype, device, seed, num_prompt_tokens, num_steps -> seconds, backend.
+        """folder, is_cmoe, dtype, device, seed, num_prompt_tokens, num_steps -> backend, legend,
+        predicts_tokens.
 
-        The cache is ready then.
+        The cache is ready then. legend: what one call of the model is.
         """
         self._device = torch.device(request["device"])
         dtype = getattr(torch, request["dtype"])
         is_cmoe, folder = request["is_cmoe"], Path(request["folder"])
-        start = time.perf_counter()
         self._model = (load_cmoe if is_cmoe else load_transformers)(folder, dtype, self._device)
-        seconds = time.perf_counter() - start
         size = (1, request["num_prompt_tokens"])
-        vocabulary = self._model.config.get_text_config().vocab_size
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
         generator = torch.Generator().manual_seed(request["seed"])
         prompt = torch.randint(vocabulary, size, generator=generator).to(self._device)
         self._greedy = Greedy(self._model, prompt, request["num_steps"])
@@ -54,15 +52,20 @@ class Arm:
         if self._peer is not None:
             self._peer.use(Mode(implementation="eager", compiled=False))
         self._peak_bytes = peak_bytes(self._device)
-        backend = _backend(self._model) if is_cmoe else ""
-        return {"seconds": seconds, "backend": backend}
+        return {
+            "backend": _backend(self._model) if is_cmoe else "",
+            "legend": self._greedy.legend(),
+            "predicts_tokens": self._greedy.predicts_tokens,
+        }
 
     def compile(self, request: Answer) -> Answer:
-        """-> seconds of the first prefill plus the first decode, graphs, cache hits and misses."""
-        self._greedy.run_compiled()
+        """-> seconds of the first prefill plus the first decode, graphs, cache hits and misses, the
+        legend of what was compiled.
+        """
         counters.clear()
-        first = self._greedy.run(2)
+        first = self._greedy.compile()
         return {
+            "legend": self._greedy.legend(),
             "seconds": (first.prefill_ms + first.decode_ms[0]) / 1e3,
             "num_graphs": counters["stats"]["unique_graphs"],
             "cache_hits": counters["inductor"]["fxgraph_cache_hit"],

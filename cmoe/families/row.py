@@ -51,10 +51,11 @@ class Modules:
 class Layout:
     """How the fused expert weights lie.
 
-    transposed: [E, in, out] instead of [E, out, in]; interleaved: gate rows alternate with up rows.
+    transposed: [E, in, out] instead of [E, out, in]; None: both are found, the shape tells.
+    interleaved: gate rows alternate with up rows.
     """
 
-    transposed: bool = False
+    transposed: bool | None = False
     interleaved: bool = False
 
 

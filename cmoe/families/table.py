@@ -69,7 +69,7 @@ _SOFTMAX: tuple[Family, ...] = (
         model_type="qwen3_vl_moe_text",
         block="Qwen3VLMoeTextSparseMoeBlock",
         router=_MIXTRAL.router,
-        file_layout=Layout(transposed=True),
+        file_layout=Layout(transposed=None),
     ),
     replace(
         _QWEN3, model_type="qwen3_omni_moe_text", block="Qwen3OmniMoeThinkerTextSparseMoeBlock"

@@ -18,12 +18,6 @@ from transformers import (
 
 from cmoe.demo.greedy import Greedy
 from cmoe.demo.models import load_cmoe, load_transformers
-from tests.integrations.transformers.architectures import (
-    ARCHITECTURES,
-    VOCABULARY,
-    model_class,
-    tiny,
-)
 
 CPU = torch.device("cpu")
 STEPS = 6
@@ -91,26 +85,6 @@ def test_the_tokens_of_transformers(
     for _ in range(2):
         assert ours.run().tokens == theirs.tokens
     assert count_compiles() == 2  # prefill, decode
-
-
-# Families whose cache in transformers is one of their own, which grows.
-WITHOUT_STATIC_CACHE = ("deepseek_v4", "minimax")
-GENERATING = tuple(name for name in ARCHITECTURES if model_class(name).can_generate())
-
-
-@pytest.mark.parametrize("architecture", GENERATING)
-def test_the_tokens_of_every_architecture_that_generates(
-    architecture: str, prompt: torch.Tensor, tmp_path: Path
-) -> None:
-    tiny(architecture).save_pretrained(tmp_path)
-    ours, theirs = (load(tmp_path, torch.float32, CPU) for load in (load_cmoe, load_transformers))
-    prompt = prompt % VOCABULARY
-    if architecture in WITHOUT_STATIC_CACHE:
-        with pytest.raises(ValueError, match=r"on a static cache, which .* does not take"):
-            Greedy(ours, prompt, STEPS)
-    else:
-        tokens = Greedy(theirs, prompt, STEPS).run().tokens
-        assert Greedy(ours, prompt, STEPS).run().tokens == tokens
 
 
 def test_in_bfloat16_parts_stay_float32_as_in_transformers(folder: Path) -> None:

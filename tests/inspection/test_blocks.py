@@ -14,9 +14,8 @@ from cmoe.inspection import report
 from cmoe.inspection.report import inspect_folder
 from tests.integrations.transformers.architectures import ARCHITECTURES, tiny
 
-# Files that only transformers can load: that of the whole Qwen3-VL-MoE is transposed, that of its
-# language model alone is not; those of Mistral have names for everything that no row translates.
-WITHOUT = ("qwen3_vl_moe", "mistral_large4")
+# Its files have names for everything that no row translates: only transformers can load them.
+WITHOUT = ("mistral_large4",)
 
 
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in WITHOUT])

@@ -119,13 +119,11 @@ def test_a_saved_config_describes_the_layer(architecture: str, tmp_path: Path) -
 
 # Its files name a block's tensors beside those of the layer, under no name of their own.
 WITHOUT_A_NAME_IN_FILES = ("mistral_large4",)
-# From its own files the text model is not loaded alone; its whole model's are transposed.
-WITHOUT_FILES_OF_ITS_OWN = ("qwen3_vl_moe",)
 
 
 @pytest.mark.parametrize(
     "architecture",
-    [a for a in REPLACED if a not in WITHOUT_A_NAME_IN_FILES + WITHOUT_FILES_OF_ITS_OWN],
+    [a for a in REPLACED if a not in WITHOUT_A_NAME_IN_FILES],
 )
 @torch.no_grad()
 def test_runners_load_the_names_of_checkpoints(architecture: str, tmp_path: Path) -> None:

@@ -25,18 +25,15 @@ from transformers import (
     PhimoeConfig,
     PhimoeForCausalLM,
     PreTrainedModel,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
 )
 
 import cmoe
 from cmoe.integrations.transformers import replace_moe
-from tests.integrations.transformers.architectures import tiny
+from tests.integrations.transformers.architectures import tiny_whole_qwen3_vl_moe
 from tests.integrations.transformers.tiny_models import (
     LAYERS,
     MODELS,
     blocks,
-    fill,
     relative_error,
     tiny_model,
     token_ids,
@@ -417,12 +414,7 @@ def test_what_is_saved_is_a_checkpoint_of_transformers(family: str, tmp_path: Pa
 @torch.no_grad()
 def test_a_whole_model_whose_files_are_turned_is_saved(tmp_path: Path) -> None:
     """transformers' own converter looks up the shapes of the experts' parameters by their names."""
-    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=20)
-    config = Qwen3VLMoeConfig(
-        text_config=tiny("qwen3_vl_moe").config.to_dict(),
-        vision_config={**vision, "deepstack_visual_indexes": [0]},
-    )
-    model = fill(Qwen3VLMoeForConditionalGeneration(config).eval())
+    model = tiny_whole_qwen3_vl_moe()
     model.save_pretrained(tmp_path / "before")
     assert len(replace_moe(model).replaced) == LAYERS
     copy.deepcopy(model).save_pretrained(tmp_path / "after")
