@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,15 @@ class Choice:
 
     attribute: str
     values: Mapping[Any, Any]
+
+
+def _attributes(value: Any) -> Iterator[Attr]:
+    if isinstance(value, Attr):
+        yield value
+    elif isinstance(value, Choice):
+        yield Attr(value.attribute)
+        for chosen in value.values.values():
+            yield from _attributes(chosen)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +97,19 @@ class Family:
     gated: bool = True
     renames: tuple[tuple[str, str], ...] = ()
     holds_when: Mapping[str, Any] = field(default_factory=dict)
+
+    def attributes(self) -> Iterator[Attr]:
+        """Every attribute of the config that the row may read."""
+        for fields in (self.config, self.router, self.activation):
+            for value in fields.values():
+                yield from _attributes(value)
+
+    def departures(self, hf_config: Mapping[str, Any]) -> Iterator[str]:
+        """What the config says that the row is not true for."""
+        for name, value in self.holds_when.items():
+            actual = hf_config.get(name, value)
+            if actual != value:
+                yield f"config.{name} is {actual}, a replaced block does what {value} does"
 
     def runner_names(self) -> tuple[tuple[str, str], ...]:
         """(in the block of transformers, in the block's MoERunner): names, beginnings of names.

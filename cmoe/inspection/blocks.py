@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,11 +43,13 @@ class Mapped(NamedTuple):
 class Kind:
     """Blocks that have the same tensors.
 
-    paths: in the checkpoint's model, in its order. mapped: of one of them. report: what loading one
-    would do; None where `fault` says why it cannot be loaded.
+    paths: in the checkpoint's model, in its order. keys: the checkpoint's names of all their
+    tensors. mapped: of one of them. report: what loading one would do; None where `fault` says why
+    it cannot be loaded.
     """
 
     paths: tuple[str, ...]
+    keys: frozenset[str]
     expert_bytes: int  # of one block's routed experts
     block_bytes: int  # of all the block's tensors
     mapped: tuple[Mapped, ...]
@@ -76,7 +78,9 @@ def kinds_of(checkpoint: Checkpoint, config: MoEConfig, family: Family) -> list[
             for name, key in keys.items()
         )
         alike.setdefault(content, []).append(path)
-    return [_judged(checkpoint, config, tuple(paths), blocks[paths[0]]) for paths in alike.values()]
+    return [
+        _judged(checkpoint, config, [(p, blocks[p]) for p in paths]) for paths in alike.values()
+    ]
 
 
 def blocks_of(checkpoint: Checkpoint, names: Names) -> dict[str, dict[str, str]]:
@@ -93,10 +97,12 @@ def blocks_of(checkpoint: Checkpoint, names: Names) -> dict[str, dict[str, str]]
 
 
 def _judged(
-    checkpoint: Checkpoint, config: MoEConfig, paths: tuple[str, ...], keys: Mapping[str, str]
+    checkpoint: Checkpoint, config: MoEConfig, alike: Sequence[tuple[str, Mapping[str, str]]]
 ) -> Kind:
+    """alike: paths of blocks, each with its keys."""
+    first, keys = alike[0]
     infos = {name: checkpoint.tensors[key] for name, key in keys.items()}
-    runner = _runner(config, paths[0], infos)
+    runner = _runner(config, first, infos)
     report, fault = None, ""
     try:
         report = judge_runner(runner, checkpoint, keys)
@@ -104,7 +110,8 @@ def _judged(
         fault = str(error)
     experts = [i for n, i in infos.items() if n.startswith(("experts.", "routed_experts."))]
     return Kind(
-        paths=paths,
+        paths=tuple(path for path, _ in alike),
+        keys=frozenset(key for _, given in alike for key in given.values()),
         expert_bytes=sum(info.stop - info.start for info in experts),
         block_bytes=sum(info.stop - info.start for info in infos.values()),
         mapped=tuple(_mapped(runner, keys, infos)),
@@ -166,12 +173,13 @@ def _mapped(
             places = "does not fit"
         else:
             slots = [slot for write in writes or () for slot in write.slots]
-            places = ", ".join(dict.fromkeys(_numberless(slot) for slot in slots)) or "unused"
-        group = (_numberless(keys[name]), info.shape, info.dtype, places)
+            places = ", ".join(dict.fromkeys(numberless(slot) for slot in slots)) or "unused"
+        group = (numberless(keys[name]), info.shape, info.dtype, places)
         groups[group] = groups.get(group, 0) + 1
     for (pattern, shape, dtype, places), number in groups.items():
         yield Mapped(pattern, shape, dtype, places, number)
 
 
-def _numberless(name: str) -> str:
+def numberless(name: str) -> str:
+    """The name with `#` for each number that is a part of it."""
     return re.sub(r"(?<=[.\[])\d+(?=[.\]])", "#", name)

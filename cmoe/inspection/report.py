@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +16,10 @@ from cmoe.checkpoint.names import parse_expert_name
 from cmoe.config import MoEConfig, moe_part
 from cmoe.custom_ops.backends import LayerSpec, explain_backends
 from cmoe.errors import LoadError
-from cmoe.families import SWITCH_ONLY
+from cmoe.families import SWITCH_ONLY, Family
 from cmoe.inspection.bandwidth import read_gbps
-from cmoe.inspection.blocks import Kind, check_sizes, kinds_of
+from cmoe.inspection.blocks import Kind, check_sizes, kinds_of, numberless
+from cmoe.inspection.defaults import described
 from cmoe.inspection.routing import routing_in_words
 from cmoe.load_report import listed
 from cmoe.machine import available_bytes, devices
@@ -41,17 +42,20 @@ def inspect_folder(folder: str | Path) -> Inspection:
         return Inspection(_text(_switch_only(checkpoint, model_type)), True)
     try:
         family = family_in(checkpoint)
-        config = MoEConfig.from_hf(checkpoint.config)
+        config, defaults = described(checkpoint.config, family)
         check_sizes(config)
     except ValueError as error:
         raise LoadError(f"{error}{likeness(checkpoint)}") from error
     kinds = kinds_of(checkpoint, config, family)
     lines = [
         ("family", f"{family.model_type} ({family.block} in transformers)"),
+        *_by_default(defaults),
+        *_departures(family, checkpoint),
         *_layer(config),
         *_blocks(kinds, checkpoint),
-        *_tensors(kinds, checkpoint),
+        *_tensors(kinds),
         *_problems(kinds, checkpoint),
+        *_not_judged(kinds, checkpoint),
         *_backends(config),
         *_memory(checkpoint),
         *_speed(kinds, config, checkpoint),
@@ -66,7 +70,19 @@ def _switch_only(checkpoint: Checkpoint, model_type: str) -> Iterator[tuple[str,
     yield "", "its experts run on cmoe by the switch of the transformers integration, nothing else"
     size, whole = sum(info.stop - info.start for info in experts), checkpoint.num_bytes()
     yield "bytes", f"{len(experts)} expert tensors, {_size(size)} of {_size(whole)}"
+    yield "not judged", "all tensors: transformers loads them"
     yield from _memory(checkpoint)
+
+
+def _by_default(defaults: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if defaults:
+        entries = ", ".join(f"{name} = {value}" for name, value in defaults.items())
+        yield "by default", f"{entries}: config.json has none, transformers' config class says so"
+
+
+def _departures(family: Family, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    for fault in family.departures(moe_part(checkpoint.config)):
+        yield "not replaced", f"{fault}: the switch of the transformers integration serves it"
 
 
 def _layer(config: MoEConfig) -> Iterator[tuple[str, str]]:
@@ -94,15 +110,27 @@ def _blocks(kinds: Sequence[Kind], checkpoint: Checkpoint) -> Iterator[tuple[str
     yield "bytes", f"routed experts {_size(experts)} of {_size(checkpoint.num_bytes())}"
 
 
-def _tensors(kinds: Sequence[Kind], checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    label, inside = "tensors", 0
+def _tensors(kinds: Sequence[Kind]) -> Iterator[tuple[str, str]]:
+    label = "tensors"
     for kind in kinds:
         for name, shape, dtype, places, number in kind.mapped:
-            number *= len(kind.paths)
-            inside += number
-            yield label, f"{number} x {name} {list(shape)} {_name(dtype)} -> {places}"
+            total = number * len(kind.paths)
+            yield label, f"{total} x {name} {list(shape)} {_name(dtype)} -> {places}"
             label = ""
-    yield label, f"{len(checkpoint.tensors) - inside} outside of the blocks"
+
+
+def _not_judged(kinds: Sequence[Kind], checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """What transformers alone knows the use of, alike names once."""
+    judged = {key for kind in kinds for key in kind.keys}
+    rest = {name: info for name, info in checkpoint.tensors.items() if name not in judged}
+    size = _size(sum(info.stop - info.start for info in rest.values()))
+    yield "not judged", f"{len(rest)} tensors outside of the blocks, {size}"
+    if rest:
+        alike = dict.fromkeys(numberless(name) for name in rest)
+        yield (
+            "",
+            f"{listed(alike)}: whether the model needs these, and no others, transformers tells",
+        )
 
 
 def _problems(kinds: Sequence[Kind], checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from cmoe import LoadError
-from cmoe.inspection import report
+from cmoe.inspection import defaults, report
 from cmoe.inspection.bandwidth import read_gbps
 from cmoe.inspection.report import inspect_folder
 
@@ -77,7 +78,8 @@ def test_a_whole_checkpoint(tmp_path: Path) -> None:
         f"bytes        routed experts {experts / 1e3:.2f} kB of",
         "8 x model.layers.#.mlp.experts.#.up_proj.weight [8, 16] bfloat16 -> w13_weight[#].w3",
         "2 x model.layers.#.mlp.gate.weight [4, 16] bfloat16 -> gate.weight",
-        "2 outside of the blocks",
+        "not judged   2 tensors outside of the blocks, 384 bytes",
+        "model.embed_tokens.weight, model.norm.weight: whether the model needs these",
         "missing      nothing",
         "unused       nothing",
         "reference: can run",
@@ -120,6 +122,84 @@ def test_a_family_of_the_switch_alone(tmp_path: Path) -> None:
     assert is_loadable
     assert "deepseek_v4: its first layers choose experts by token id" in text
     assert "24 expert tensors" in text
+    assert "not judged   all tensors: transformers loads them" in text
+
+
+def test_what_is_not_judged_is_named_once(tmp_path: Path) -> None:
+    shapes = two_blocks()
+    for layer in range(3):
+        shapes[f"model.layers.{layer}.input_layernorm.weight"] = [16]
+    text, _ = inspect_folder(folder_of(tmp_path, shapes, QWEN))
+    assert "not judged   5 tensors outside of the blocks" in text
+    assert "model.embed_tokens.weight, model.layers.#.input_layernorm.weight, model.norm" in text
+
+
+def without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in QWEN.items() if name not in names}
+
+
+def test_absent_entries_are_transformers_defaults(tmp_path: Path) -> None:
+    text, is_loadable = inspect_folder(
+        folder_of(tmp_path, two_blocks(), without("hidden_act", "norm_topk_prob"))
+    )
+    assert is_loadable
+    assert "by default   norm_topk_prob = False, hidden_act = silu: config.json has none" in text
+    assert "weights: the score\n" in text
+
+
+def test_absent_sizes_that_do_not_fit_the_tensors(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, two_blocks(), without("hidden_size"))
+    text, is_loadable = inspect_folder(folder)
+    assert not is_loadable
+    assert "by default   hidden_size = 2048" in text
+    assert re.search(r"shape \(\d+, \d+\) should be \(\d+, 2048\)", text)
+
+
+def test_absent_entries_of_a_part(tmp_path: Path) -> None:
+    """The dtype of the whole model stays."""
+    part = {k: v for k, v in without("hidden_act").items() if k != "dtype"}
+    outer = {"model_type": "some_vl", "dtype": "float16", "text_config": part}
+    text, is_loadable = inspect_folder(folder_of(tmp_path, two_blocks(), outer))
+    assert is_loadable
+    assert "silu, float16" in text
+
+
+@pytest.mark.parametrize("absent", [("hidden_size",), ("hidden_act", "norm_topk_prob")])
+def test_absent_entries_where_transformers_is_absent_too(
+    absent: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defaults.importlib.util, "find_spec", lambda name: None)
+    folder = folder_of(tmp_path, two_blocks(), without(*absent))
+    with pytest.raises(LoadError, match=r"config.json has no .*install transformers, whose defaul"):
+        inspect_folder(folder)
+
+
+def test_an_entry_without_a_default_anywhere(tmp_path: Path) -> None:
+    config = {**without("num_experts"), "num_experts_per_tok": [], "num_local_experts": None}
+    with pytest.raises(LoadError, match="num_experts"):
+        inspect_folder(folder_of(tmp_path, two_blocks(), config))
+
+
+def test_transformers_is_not_imported_for_a_config_that_says_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(defaults.importlib, "import_module", lambda name: 1 / 0)
+    assert inspect_folder(folder_of(tmp_path, two_blocks(), QWEN)).is_loadable
+
+
+def test_a_setting_that_the_row_does_not_hold_for(tmp_path: Path) -> None:
+    config = {
+        **without("num_experts", "moe_intermediate_size"),
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "intermediate_size": 8,
+    }
+    shapes = {name.replace(".mlp.", ".block_sparse_moe."): s for name, s in two_blocks().items()}
+    text, _ = inspect_folder(folder_of(tmp_path, shapes, {**config, "router_jitter_noise": 0.1}))
+    assert "not replaced config.router_jitter_noise is 0.1, a replaced block does what 0.0" in text
+    (tmp_path / "model.safetensors").unlink()
+    text, _ = inspect_folder(folder_of(tmp_path, shapes, config))
+    assert "not replaced" not in text
 
 
 @pytest.mark.parametrize(

@@ -33,19 +33,12 @@ def faults_of(block: Block, sharers: Mapping[str, str]) -> tuple[str, ...]:
         return (str(error),)
     built = block._replace(module=block.as_built())
     return (
-        *_faults_of_config(block),
+        *block.family.departures(vars(block.hf_config)),
         *_faults_of_calls(block),
         *_faults_of_attributes(block, built),
         *_faults_of_experts(block, built, sharers),
         *_faults_of_gate(block, built),
     )
-
-
-def _faults_of_config(block: Block) -> Iterator[str]:
-    for name, value in block.family.holds_when.items():
-        actual = getattr(block.hf_config, name, value)
-        if actual != value:
-            yield f"config.{name} is {actual}, a replaced block does what {value} does"
 
 
 def _faults_of_calls(block: Block) -> Iterator[str]:
