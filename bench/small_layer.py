@@ -89,7 +89,7 @@ def bare_kernels(shape: Shape, dtype: str) -> Callable[[Tensor], Tensor]:
         for gate, w2, w13 in layers:
             logits = F.linear(x, gate)
             scales, ids = kernels.route(
-                logits, None, shape.top_k, "softmax", False, True, 1, 1, 1.0
+                logits, None, shape.top_k, "softmax", False, True, 1e-20, 1, 1, 1.0
             )
             none = (None, None, None)
             out = kernels.fused_experts(

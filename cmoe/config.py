@@ -19,6 +19,8 @@ _HF_ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
+_SMALLEST_EPSILON = 1e-37  # of what float32 holds to full precision
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
@@ -26,7 +28,7 @@ class RouterConfig:
 
     scoring_func: softmax, sigmoid or sqrtsoftplus of the logits.
     softmax_after_topk: choose by the logits, then softmax over the chosen ones (gpt-oss).
-    renormalize: divide a token's weights by their sum.
+    renormalize: divide a token's weights by their sum plus renormalize_epsilon.
     use_grouped_topk: choose within the best `topk_group` of `num_expert_group` groups.
     e_score_correction_bias: the router has a bias, float32 [E], that takes part in the choice only.
     routed_scaling_factor: multiplies the weights, or the experts' sum where
@@ -37,6 +39,7 @@ class RouterConfig:
     scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     softmax_after_topk: bool = False
     renormalize: bool = True
+    renormalize_epsilon: float = 1e-20
     use_grouped_topk: bool = False
     num_expert_group: int = 1
     topk_group: int = 1
@@ -82,10 +85,15 @@ class RouterConfig:
                 raise ValueError(f"{field_.name} must be True or False, got {value!r}")
             if field_.type == "int" and not _is_int(value):
                 raise ValueError(f"{field_.name} must be an int, got {value!r}")
-        scale = self.routed_scaling_factor
-        is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        if not is_number or not math.isfinite(scale):
-            raise ValueError(f"routed_scaling_factor must be finite, got {scale!r}")
+        if not _is_finite(self.routed_scaling_factor):
+            raise ValueError(
+                f"routed_scaling_factor must be finite, got {self.routed_scaling_factor!r}"
+            )
+        epsilon = self.renormalize_epsilon
+        if not _is_finite(epsilon) or epsilon < _SMALLEST_EPSILON:
+            raise ValueError(
+                f"renormalize_epsilon must be at least {_SMALLEST_EPSILON}, got {epsilon!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -311,6 +319,11 @@ def _model_type(hf_config: Any) -> str:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def _round_up(size: int, multiple: int) -> int:

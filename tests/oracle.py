@@ -22,6 +22,7 @@ def naive_route(
     scoring_func: str = "softmax",
     softmax_after_topk: bool = False,
     renormalize: bool = False,
+    renormalize_epsilon: float = 1e-20,
     num_expert_group: int = 1,
     topk_group: int = 1,
     scaling: float = 1.0,
@@ -47,7 +48,7 @@ def naive_route(
         else:
             w = [scores[e] for e in chosen]
             if renormalize:
-                w = [value / (sum(w) + 1e-20) for value in w]
+                w = [value / (sum(w) + renormalize_epsilon) for value in w]
         weights.append([value * scaling for value in w])
         ids.append(chosen)
     assert all(e < num_experts for row in ids for e in row)

@@ -100,6 +100,11 @@ BAD_ROUTERS: list[tuple[dict[str, Any], str]] = [
     ({**GROUPED, "topk_group": 0}, r"topk_group \(0\) must be between 1 and"),
     ({**GROUPED, "num_expert_group": None}, "num_expert_group must be an int, got None"),
     ({**GROUPED, "topk_group": None}, "topk_group must be an int, got None"),
+    ({"renormalize_epsilon": None}, "renormalize_epsilon must be at least 1e-37, got None"),
+    ({"renormalize_epsilon": 0.0}, r"renormalize_epsilon must be at least 1e-37, got 0\.0"),
+    ({"renormalize_epsilon": 1e-38}, "renormalize_epsilon must be at least 1e-37, got 1e-38"),
+    ({"renormalize_epsilon": float("nan")}, "renormalize_epsilon must be at least"),
+    ({"renormalize_epsilon": True}, "renormalize_epsilon must be at least 1e-37, got True"),
     ({"routed_scaling_factor": None}, "routed_scaling_factor must be finite, got None"),
     ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor must be finite, got nan"),
 ]

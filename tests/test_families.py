@@ -76,7 +76,7 @@ def test_the_names_of_a_runner() -> None:
 @ROWS
 def test_a_routers_bias_has_a_place(family: Family) -> None:
     has_bias = family.router.get("e_score_correction_bias", False)
-    assert has_bias == (family.modules.correction_bias is not None)
+    assert bool(has_bias) == (family.modules.correction_bias is not None)
 
 
 DOCS = (Path(__file__).parents[1] / "docs" / "families.md").read_text("utf-8")

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 _PROJECTIONS: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # Families whose files name the projections of an expert as Mixtral does.
-_NUMBERED = ("mixtral", "minimax", "minimax_m2", "mistral_large4_text", "kimi_linear")
+_NUMBERED = ("mixtral", "minimax", "minimax_m2", "mistral_large4_text", "kimi_linear", "lfm2_moe")
 
 
 class _Experts(NamedTuple):

@@ -42,8 +42,8 @@ def _fits(family: Family, names: Names, keys: Iterable[str]) -> bool:
         return False
     inner = {names.in_runner(n.removeprefix(start)) for n in renamed if n.startswith(start)}
     parts = {_part(name) for name in inner}
-    biased = family.router.get("e_score_correction_bias") is True
-    required = {"experts", "gate.weight", *([_BIAS] if biased else [])}
+    biased = family.router.get("e_score_correction_bias", False)
+    required = {"experts", "gate.weight", *([_BIAS] if biased is True else [])}
     optional = {"gate.bias", *(_part(ours) for _, ours in family.runner_names())}
     return required <= parts <= required | (optional if biased else optional - {_BIAS})
 

@@ -15,7 +15,8 @@ from cmoe.custom_ops.registration import define_op
 
 SCHEMA = (
     "(Tensor logits, Tensor? bias, int top_k, str scoring_func, bool softmax_after_topk,"
-    " bool renormalize, int num_expert_group, int topk_group, float scaling) -> (Tensor, Tensor)"
+    " bool renormalize, float renormalize_epsilon, int num_expert_group, int topk_group,"
+    " float scaling) -> (Tensor, Tensor)"
 )
 """The one signature that every backend's op has."""
 
@@ -35,9 +36,6 @@ class Formula(NamedTuple):
 
 SCORING_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 
-RENORMALIZE_EPSILON = 1e-20
-"""Added to the sum of a token's weights before the division, as DeepSeek-V3's own code does."""
-
 
 def route_reference(
     logits: Tensor,
@@ -46,6 +44,7 @@ def route_reference(
     scoring_func: str,
     softmax_after_topk: bool,
     renormalize: bool,
+    renormalize_epsilon: float,
     num_expert_group: int,
     topk_group: int,
     scaling: float,
@@ -58,14 +57,15 @@ def route_reference(
     3. choose: by p + bias, cleaned like x; without a bias by x, which orders experts as p does.
        With G > 1 groups only the best `topk_group` groups stay; a group's mark is the sum of its
        two best choices with a bias, its best one without.
-    4. weigh: p at the chosen ids (never p + bias), divided by their sum when `renormalize`;
-       with `softmax_after_topk` instead the softmax over the chosen logits.
+    4. weigh: p at the chosen ids (never p + bias), when `renormalize` divided by their sum plus
+       `renormalize_epsilon`; with `softmax_after_topk` instead the softmax over the chosen logits.
     5. scale by `scaling`.
     The lower id wins every tie, among experts, among groups. A row of NaN or -inf alone takes the
     first K ids, with equal weights under softmax, weights of 0 under the other scores.
     ValueError for sizes that do not fit, for a bias with `softmax_after_topk`.
     Sources: softmax top-k, Mixtral/Qwen3-MoE; softmax_after_topk, gpt-oss; grouped without a bias,
-    DeepSeek-V2 (arXiv 2405.04434); with a bias ("noaux_tc"), DeepSeek-V3 (arXiv 2412.19437).
+    DeepSeek-V2 (arXiv 2405.04434); with a bias ("noaux_tc"), DeepSeek-V3 (arXiv 2412.19437), whose
+    epsilon is 1e-20; of 1e-6, LFM2-MoE (Lfm2MoeTopKRouter of transformers).
     """
     check_route(logits, bias, top_k, scoring_func, softmax_after_topk, num_expert_group, topk_group)
     x = _cleaned(logits if logits.dtype == torch.float64 else logits.float())
@@ -78,7 +78,7 @@ def route_reference(
     if softmax_after_topk:
         weights = weights.softmax(-1)
     elif renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)
+        weights = weights / (weights.sum(-1, keepdim=True) + renormalize_epsilon)
     # A plain `to` keeps the strides of the slice, for one token or none.
     ids = ids.to(torch.int32, memory_format=torch.contiguous_format)
     return weights * scaling, ids
@@ -164,6 +164,7 @@ def route_fake(
     scoring_func: str,
     softmax_after_topk: bool,
     renormalize: bool,
+    renormalize_epsilon: float,
     num_expert_group: int,
     topk_group: int,
     scaling: float,

@@ -385,6 +385,20 @@ _SIGMOID: tuple[Family, ...] = (
         ),
     ),
     Family(
+        model_type="lfm2_moe",
+        block="Lfm2MoeSparseMoeBlock",
+        config=_sizes(Attr("num_experts"), "moe_intermediate_size"),
+        router={
+            "scoring_func": "sigmoid",
+            "renormalize": Attr("norm_topk_prob"),
+            "renormalize_epsilon": 1e-6,
+            "e_score_correction_bias": Attr("use_expert_bias"),
+            "routed_scaling_factor": Attr("routed_scaling_factor"),
+        },
+        activation={"name": "silu"},
+        modules=Modules(correction_bias="expert_bias"),
+    ),
+    Family(
         model_type="hy_v3",
         block="HYV3MoE",
         config=_sizes(_NUM_EXPERTS, "moe_intermediate_size"),
@@ -461,7 +475,6 @@ SWITCH_ONLY: Mapping[str, str] = {
     "inkling2_text": _SOFTCAP,
     "inkling2_loop_text": _SOFTCAP,
     "kolibri1": "its bias is added to logits, not to scores",
-    "lfm2_moe": "it adds 1e-6 to the sum of a token's weights before it divides by it",
     "muse_spark_text": "it normalises each expert's output",
     "phimoe": "its router masks logits near the best one (sparsemixer)",
     "zaya": "its router keeps a state from layer to layer",

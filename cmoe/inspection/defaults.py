@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -57,10 +56,11 @@ def _defaults(part: Mapping[str, Any], family: Family, absent: list[str]) -> dic
 
     No more than these: what a class computes of a damaged config.json may take for ever.
     """
+    from transformers import CONFIG_MAPPING  # Takes seconds, and is seldom needed.
+
     names = [n for a in family.attributes() for n in (a.name, a.other_name) if n is not None]
-    mapping = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     try:
-        config = mapping[family.model_type](**_given(part, names))
+        config = CONFIG_MAPPING[family.model_type](**_given(part, names))
     except Exception:  # Its own checks refuse what is given, or there is no such class.
         return {}
     known = {name: vars(config).get(config.attribute_map.get(name, name)) for name in absent}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from cmoe.config import MoEConfig
 
 _SCORES: Mapping[str, str] = {
@@ -29,7 +31,10 @@ def routing_in_words(config: MoEConfig) -> str:
         words += "; score: the logit; weights: softmax over the chosen"
     else:
         words += f"; score: {score}; weights: the score"
-        words += ", divided by the sum of the chosen" if router.renormalize else ""
+        if router.renormalize:
+            epsilon = router.renormalize_epsilon
+            words += ", divided by the sum of the chosen"
+            words += f" plus {epsilon:g}" if epsilon > torch.finfo(torch.float32).eps else ""
     if router.routed_scaling_factor != 1.0:
         what = "the experts' sum" if router.apply_routed_scale_to_output else "they are"
         words += f"; {what} times {router.routed_scaling_factor:g}"

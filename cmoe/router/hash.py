@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cmoe.config import MoEConfig
 from cmoe.custom_ops.id_range import check_ids
-from cmoe.custom_ops.route import RENORMALIZE_EPSILON, sqrt_softplus
+from cmoe.custom_ops.route import sqrt_softplus
 from cmoe.router.base import FusedMoERouter, RouterSlot
 from cmoe.routing import RouterInputs, Routing
 
@@ -39,6 +39,7 @@ class HashRouter(FusedMoERouter):
         if not table.is_meta:
             self._check_ids(table)
         self.renormalize = config.router.renormalize
+        self.renormalize_epsilon = config.router.renormalize_epsilon
         self.scaling = config.router.scale_on_weights()
         self.register_buffer("hash_indices_table", table.to(torch.int32))
 
@@ -63,5 +64,5 @@ class HashRouter(FusedMoERouter):
         scores = sqrt_softplus(torch.nan_to_num(logits.to(wide), nan=torch.finfo(wide).min))
         weights = scores.gather(1, ids.long())
         if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + RENORMALIZE_EPSILON)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.renormalize_epsilon)
         return Routing(weights * self.scaling, ids)

@@ -58,6 +58,7 @@ class TopKRouter(FusedMoERouter):
             config.scoring_func,
             config.softmax_after_topk,
             config.renormalize,
+            config.renormalize_epsilon,
             config.num_expert_group,
             config.topk_group,
             config.scale_on_weights(),

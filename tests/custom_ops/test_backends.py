@@ -243,7 +243,7 @@ def test_selected_kernels_are_the_backends_unless_gradients_are_asked_for() -> N
     register_backend(Outside("mine"))
     kernels = select_kernels(SPEC)
     logits = torch.randn(3, 4)
-    options = (None, 2, "softmax", False, False, 1, 1, 1.0)
+    options = (None, 2, "softmax", False, False, 1e-20, 1, 1, 1.0)
     assert kernels.route(logits, *options) == "mine route"
     assert kernels.fused_experts(logits) == "mine experts"
     weights, _ = kernels.route(logits.requires_grad_(), *options)

@@ -50,6 +50,9 @@ FORMULAS: dict[str, dict[str, Any]] = {
 BIASED: dict[str, dict[str, Any]] = {
     "softmax with bias": {},
     "sigmoid with bias": dict(scoring_func="sigmoid", renormalize=True),
+    "a wide epsilon (LFM2-MoE)": dict(
+        scoring_func="sigmoid", renormalize=True, renormalize_epsilon=1e-6
+    ),
     "sqrtsoftplus with bias": dict(scoring_func="sqrtsoftplus", renormalize=True),
     "noaux_tc (DeepSeek-V3)": dict(
         scoring_func="sigmoid", renormalize=True, num_expert_group=4, topk_group=2, scaling=2.5
@@ -91,6 +94,17 @@ def test_a_renormalised_row_sums_to_the_scaling() -> None:
             torch.randn(9, 8), 3, scoring_func=scoring_func, renormalize=True, scaling=2.5
         )
         torch.testing.assert_close(weights.sum(1), torch.full((9,), 2.5))
+
+
+@pytest.mark.parametrize("epsilon", [1e-37, 1e-6, 0.5])
+def test_the_epsilon_is_added_to_the_sum(epsilon: float) -> None:
+    """Also where the scores are as small as it."""
+    for logits in (torch.randn(9, 8), torch.randn(9, 8) - 14):
+        options = dict(scoring_func="sigmoid", renormalize=True, renormalize_epsilon=epsilon)
+        weights, ids = check(logits, 3, **options)
+        scores = logits.double().sigmoid().gather(1, ids.long())
+        expected = scores / (scores.sum(1, keepdim=True) + epsilon)
+        torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=0)
 
 
 def test_float64_stays_exact() -> None:
@@ -410,7 +424,7 @@ LOGITS: dict[str, Callable[[], Tensor]] = {
     "strided": lambda: torch.randn(8, 9).t(),
     "expanded": lambda: torch.randn(1, 8).expand(9, 8),
 }
-ROUTED = (3, "sigmoid", False, True, 4, 2, 2.5)
+ROUTED = (3, "sigmoid", False, True, 1e-20, 4, 2, 2.5)
 
 
 @pytest.mark.parametrize("kind", LOGITS)
@@ -420,7 +434,7 @@ def test_opcheck(kind: str, bias: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("kind", LOGITS)
-@pytest.mark.parametrize("options", [ROUTED, (8, "softmax", True, False, 1, 1, 1.0)])
+@pytest.mark.parametrize("options", [ROUTED, (8, "softmax", True, False, 1e-20, 1, 1, 1.0)])
 def test_the_fake_equals_the_real_one(kind: str, options: tuple[Any, ...]) -> None:
     logits = LOGITS[kind]()
     real = route(logits, None, *options)

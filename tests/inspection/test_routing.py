@@ -12,6 +12,7 @@ from tests.layers import config_of
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "softmax": ({}, "softmax over all experts; weights: the score, divided by the sum"),
+    "epsilon": ({"renormalize_epsilon": 1e-6}, "divided by the sum of the chosen plus 1e-06"),
     "not renormalised": ({"renormalize": False}, "weights: the score"),
     "sigmoid": ({"scoring_func": "sigmoid"}, "score: sigmoid of the logit"),
     "sqrtsoftplus": ({"scoring_func": "sqrtsoftplus"}, "square root of the softplus"),

@@ -24,12 +24,14 @@ def router_of(table: torch.Tensor = TABLE, **router: Any) -> HashRouter:
 def test_the_formula(renormalize: bool, dtype: torch.dtype) -> None:
     logits = torch.randn(6, 5).to(dtype)
     input_ids = torch.tensor([3, 0, 0, 2, 1, 3])
-    router = router_of(renormalize=renormalize, routed_scaling_factor=1.5)
+    router = router_of(
+        renormalize=renormalize, renormalize_epsilon=0.125, routed_scaling_factor=1.5
+    )
     routing = router(RouterInputs(torch.randn(6, 16), logits, input_ids=input_ids))
     for t, token in enumerate(input_ids.tolist()):
         chosen = TABLE[token].tolist()
         scores = [math.sqrt(math.log1p(math.exp(logits[t, e].item()))) for e in chosen]
-        total = sum(scores) if renormalize else 1
+        total = sum(scores) + 0.125 if renormalize else 1
         assert routing.topk_ids[t].tolist() == chosen
         expected = torch.tensor([1.5 * score / total for score in scores])
         torch.testing.assert_close(routing.topk_weights[t], expected)

@@ -234,7 +234,8 @@ TORCH_LIBRARY(cmoe_cpu, m) {
       {at::Tag::needs_exact_strides});
   m.def(
       "route(Tensor logits, Tensor? bias, int top_k, str scoring_func, bool softmax_after_topk,"
-      " bool renormalize, int num_expert_group, int topk_group, float scaling) -> (Tensor, Tensor)",
+      " bool renormalize, float renormalize_epsilon, int num_expert_group, int topk_group,"
+      " float scaling) -> (Tensor, Tensor)",
       {at::Tag::needs_exact_strides});
   m.def(
       "fused_moe(Tensor x, Tensor logits, Tensor? bias, int top_k, str scoring_func,"

@@ -14,7 +14,6 @@
 namespace cmoe {
 namespace {
 
-constexpr double kRenormalizeEpsilon = 1e-20;     // RENORMALIZE_EPSILON of route.py
 constexpr int64_t kLogitsWorthAThread = 1 << 13;  // about ten microseconds of work
 
 enum class Scoring { kSoftmax, kSigmoid, kSqrtSoftplus };
@@ -25,7 +24,7 @@ struct Router {
   int64_t E, top_k, groups, topk_group;
   Scoring scoring;
   bool softmax_after_topk, renormalize;
-  double scaling;
+  double renormalize_epsilon, scaling;
   const Real* bias;  // [E] or null
 };
 
@@ -123,7 +122,8 @@ void route_row(const Router<Real>& r, const Logit* logits, Rows<Real>& rows, Rea
   } else if (r.renormalize) {
     Real sum = 0;
     for (int64_t k = 0; k < r.top_k; ++k) sum += weights[k];
-    for (int64_t k = 0; k < r.top_k; ++k) weights[k] /= sum + static_cast<Real>(kRenormalizeEpsilon);
+    sum += static_cast<Real>(r.renormalize_epsilon);
+    for (int64_t k = 0; k < r.top_k; ++k) weights[k] /= sum;
   }
   for (int64_t k = 0; k < r.top_k; ++k) weights[k] *= static_cast<Real>(r.scaling);
 }
@@ -207,8 +207,9 @@ void check(const at::Tensor& logits, const std::optional<at::Tensor>& bias, int6
 std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits_,
                                          const std::optional<at::Tensor>& bias, int64_t top_k,
                                          c10::string_view scoring_func, bool softmax_after_topk,
-                                         bool renormalize, int64_t num_expert_group,
-                                         int64_t topk_group, double scaling) {
+                                         bool renormalize, double renormalize_epsilon,
+                                         int64_t num_expert_group, int64_t topk_group,
+                                         double scaling) {
   const Scoring scoring = find_scoring(scoring_func);
   check(logits_, bias, top_k, num_expert_group, topk_group);
   TORCH_CHECK_VALUE(!softmax_after_topk || !bias.has_value(),
@@ -219,7 +220,7 @@ std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits_,
     const Routing routing = route_all<Real, Logit>(
         logits, bias,
         Router<Real>{logits.size(1), top_k, num_expert_group, topk_group, scoring,
-                     softmax_after_topk, renormalize, scaling, nullptr});
+                     softmax_after_topk, renormalize, renormalize_epsilon, scaling, nullptr});
     return {routing.weights, routing.ids};
   };
   switch (logits.scalar_type()) {

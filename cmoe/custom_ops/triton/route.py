@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cmoe.custom_ops.registration import define_op
-from cmoe.custom_ops.route import RENORMALIZE_EPSILON, SCHEMA, check_route, route_fake
+from cmoe.custom_ops.route import SCHEMA, check_route, route_fake
 from cmoe.custom_ops.triton.launch import launching
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -19,7 +19,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HIGHEST = tl.constexpr((2 - 2**-23) * 2.0**127)  # of float32
 _ABSENT = tl.constexpr(-(2**63))  # below the key of every number, -inf too
 _LOW_BITS = tl.constexpr(2**31 - 1)
-_EPSILON = tl.constexpr(RENORMALIZE_EPSILON)
 
 MAX_ELEMENTS_OF_A_WARP = 512
 """A lane then holds 16 keys of 64 bits, a quarter of its registers."""
@@ -106,6 +105,7 @@ def _route_kernel(
     stride_token: tl.tensor,
     stride_expert: tl.tensor,
     stride_bias: tl.tensor,
+    epsilon: tl.tensor,
     scaling: tl.tensor,
     TOP_K: tl.constexpr,
     NUM_GROUP: tl.constexpr,
@@ -153,7 +153,7 @@ def _route_kernel(
     else:
         weights = _score(chosen, top, total, SCORING)
         if RENORMALIZE:
-            weights = weights / (tl.sum(tl.where(taken, weights, 0.0)) + _EPSILON)
+            weights = weights / (tl.sum(tl.where(taken, weights, 0.0)) + epsilon)
     out = token * TOP_K + place
     tl.store(weights_ptr + out, weights * scaling, mask=taken)
     tl.store(ids_ptr + out, ids, mask=taken)
@@ -178,6 +178,7 @@ def _route(
     scoring_func: str,
     softmax_after_topk: bool,
     renormalize: bool,
+    renormalize_epsilon: float,
     num_expert_group: int,
     topk_group: int,
     scaling: float,
@@ -202,6 +203,7 @@ def _route(
             logits.stride(0),
             logits.stride(1),
             0 if bias is None else bias.stride(0),
+            renormalize_epsilon,
             scaling,
             TOP_K=top_k,
             NUM_GROUP=num_expert_group,

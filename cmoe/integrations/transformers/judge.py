@@ -126,7 +126,7 @@ def _faults_of_gate(block: Block, built: Block) -> Iterator[str]:
         yield f"{modules.gate}.weight is no plain float parameter"
     elif tuple(weight.shape) != shape:
         yield f"{modules.gate}.weight is {tuple(weight.shape)}, by the config {shape}"
-    if modules.correction_bias is not None:
+    if correction_bias(built) is not None:
         bias = correction_bias(block)
         if bias is None or bias.is_meta:
             yield f"{modules.correction_bias} is missing or on the meta device"

@@ -53,6 +53,7 @@ def test_random_routers(seed: int) -> None:
         scoring_func=choose.choice(SCORING_FUNCTIONS),
         softmax_after_topk=softmax_after_topk,
         renormalize=not softmax_after_topk and choose.random() < 0.5,
+        renormalize_epsilon=choose.choice([1e-20, 1e-6, 0.5]),
         num_expert_group=groups,
         topk_group=topk_group,
         scaling=choose.choice([1.0, 2.5]),
@@ -189,6 +190,6 @@ def test_mistakes(options: dict[str, Any], message: str) -> None:
 
 
 def test_under_opcheck(cpu_kernels: Kernels) -> None:
-    arguments = (torch.randn(5, 8), torch.randn(8), 2, "sigmoid", False, True, 2, 1, 2.5)
+    arguments = (torch.randn(5, 8), torch.randn(8), 2, "sigmoid", False, True, 1e-6, 2, 1, 2.5)
     torch.library.opcheck(cpu_kernels.route, arguments)
     torch.library.opcheck(cpu_kernels.route, (torch.randn(0, 8), *arguments[1:]))

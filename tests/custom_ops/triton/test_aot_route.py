@@ -21,14 +21,14 @@ pytestmark = pytest.mark.skipif(
 
 # 65,536 registers of a multiprocessor leave 128 to each of 16 warps' threads.
 MOST_REGISTERS = 128
-SOFTMAX = ("softmax", False, True, 1, 1, 1.0)
+SOFTMAX = ("softmax", False, True, 1e-20, 1, 1, 1.0)
 # E, K, dtype, whether there is a bias, the arguments behind top_k.
 ROUTERS: Mapping[str, tuple[int, int, torch.dtype, bool, tuple[Any, ...]]] = {
     "qwen3-moe": (128, 8, torch.bfloat16, False, SOFTMAX),
-    "gpt-oss": (32, 4, torch.bfloat16, False, ("softmax", True, False, 1, 1, 1.0)),
-    "deepseek-v2": (160, 6, torch.bfloat16, False, ("softmax", False, False, 8, 3, 16.0)),
-    "deepseek-v3": (256, 8, torch.float32, True, ("sigmoid", False, True, 8, 4, 2.5)),
-    "sqrtsoftplus": (512, 32, torch.float32, True, ("sqrtsoftplus", False, True, 1, 1, 1.0)),
+    "gpt-oss": (32, 4, torch.bfloat16, False, ("softmax", True, False, 1e-20, 1, 1, 1.0)),
+    "deepseek-v2": (160, 6, torch.bfloat16, False, ("softmax", False, False, 1e-20, 8, 3, 16.0)),
+    "deepseek-v3": (256, 8, torch.float32, True, ("sigmoid", False, True, 1e-20, 8, 4, 2.5)),
+    "sqrtsoftplus": (512, 32, torch.float32, True, ("sqrtsoftplus", False, True, 1e-20, 1, 1, 1.0)),
     "prime": (4093, 8, torch.float16, False, SOFTMAX),
 }
 

@@ -69,6 +69,7 @@ def test_random_routers(seed: int) -> None:
         scoring_func="softmax" if softmax_after_topk else choose.choice(SCORING_FUNCTIONS),
         softmax_after_topk=softmax_after_topk,
         renormalize=choose.random() < 0.5,
+        renormalize_epsilon=choose.choice([1e-20, 1e-6, 0.5]),
         num_expert_group=groups,
         topk_group=topk_group,
         scaling=choose.choice([1.0, 2.5]),
@@ -244,4 +245,4 @@ def test_mistakes(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 def test_under_opcheck(num_tokens: int) -> None:
     logits, bias = torch.randn(num_tokens, 8, device=DEVICE), torch.randn(8, device=DEVICE)
-    torch.library.opcheck(route, (logits, bias, 2, "sigmoid", False, True, 2, 1, 2.5))
+    torch.library.opcheck(route, (logits, bias, 2, "sigmoid", False, True, 1e-6, 2, 1, 2.5))

@@ -44,10 +44,11 @@ on logits with ties, with one group of winners, on negative ones, in bfloat16.
 ## Where a replaced block differs
 
 - Logits are formed in float32, weights stay in float32. Several families round one of them to
-  bfloat16 in a bfloat16 model, so such a run differs by that rounding.
+  bfloat16 in a bfloat16 model, so such a run differs by that rounding. `lfm2_moe` rounds the scores
+  too, before it adds the bias, so that experts of nearly equal choice change places.
 - The lower id wins a tie; transformers leaves that open.
-- A token's weights are divided by their sum plus 1e-20. Families that add nothing differ where the
-  sum is as small; `ernie4_5_moe` divides by no less than 1e-12.
+- A token's weights are divided by their sum plus 1e-20 (`lfm2_moe`: 1e-6, as there). Families that
+  add nothing differ where the sum is as small; `ernie4_5_moe` divides by no less than 1e-12.
 
 ## {num_replaced} families whole
 

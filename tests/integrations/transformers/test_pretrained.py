@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from cmoe import LoadError, MoERunner
 from cmoe.checkpoint import open_checkpoint, save_model
@@ -36,8 +36,7 @@ def test_an_architecture_from_its_folder(architecture: str, tmp_path: Path) -> N
     model = from_pretrained(tmp_path)
     ids = torch.randint(0, VOCABULARY, (2, 5))
     assert relative_error(output(model, ids), output(eager, ids)) <= BUDGET
-    runners = [module for module in model.modules() if isinstance(module, MoERunner)]
-    assert bool(runners) != (eager.config.model_type in SWITCH_ONLY)
+    assert bool(runners_of(model)) != (eager.config.model_type in SWITCH_ONLY)
 
 
 STREAMED = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoe", "aria")
@@ -131,6 +130,19 @@ def test_a_folder_that_transformers_loads_is_as_strict(tmp_path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(LoadError, match="nothing for"):
         from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_a_correction_bias_that_the_config_leaves_out(tmp_path: Path) -> None:
+    eager = tiny("lfm2_moe", use_expert_bias=False)
+    eager.save_pretrained(tmp_path)
+    model, ids = from_pretrained(tmp_path), torch.randint(0, VOCABULARY, (2, 5))
+    assert all(module.router.correction_bias() is None for module in runners_of(model))
+    assert relative_error(output(model, ids), output(eager, ids)) <= BUDGET
+
+
+def runners_of(model: nn.Module) -> list[MoERunner]:
+    return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
 def test_the_architecture_is_the_saved_one(tmp_path: Path) -> None:
