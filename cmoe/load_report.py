@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
 
 from cmoe.errors import LoadError
+from cmoe.load_names import ExpectedNames
 from cmoe.load_write import Write, WrittenMemory
 from cmoe.stored_tensor import StoredTensor
 
@@ -34,6 +36,8 @@ class LoadReport(NamedTuple):
     """Keys are names in the checkpoint, slots are places in the layer (`w13_weight[3].w1`).
 
     keys_overflowed: used keys with finite values that are infinite in the layer's dtype.
+    filled_by: the key of each slot written, as far as it is known: from these come the names of
+    missing keys.
     """
 
     keys_used: tuple[str, ...]
@@ -41,6 +45,7 @@ class LoadReport(NamedTuple):
     keys_without_home: tuple[str, ...] = ()
     slots_unwritten: tuple[str, ...] = ()
     keys_overflowed: tuple[str, ...] = ()
+    filled_by: Mapping[str, str] = MappingProxyType({})
 
     def __repr__(self) -> str:
         """Numbers in place of thousands of names; names for what went wrong."""
@@ -53,7 +58,7 @@ class LoadReport(NamedTuple):
         if self.keys_without_home:
             problems.append(f"no home for {listed(self.keys_without_home)}")
         if self.slots_unwritten:
-            problems.append(f"nothing for {listed(self.slots_unwritten)}")
+            problems.append(f"missing {listed(self.missing())}")
         if self.keys_overflowed:
             problems.append(
                 f"finite values became infinite in {listed(self.keys_overflowed)}: "
@@ -61,17 +66,30 @@ class LoadReport(NamedTuple):
             )
         return problems
 
+    def missing(self) -> list[str]:
+        """The names that the checkpoint should have, each with the slots that it would fill."""
+        names = ExpectedNames(self.filled_by, self.slots_unwritten)
+        slots: dict[str, list[str]] = {}
+        for slot in self.slots_unwritten:
+            slots.setdefault(names.of(slot), []).append(slot)
+        return [
+            name if of_name == [name] else f"{name} (for {_first_of(of_name)})"
+            for name, of_name in slots.items()
+        ]
+
     def under(self, prefix: str) -> LoadReport:
         """The same report of a part of a model: slots get its name in front."""
         return self._replace(
             slots_written=tuple(f"{prefix}.{slot}" for slot in self.slots_written),
             slots_unwritten=tuple(f"{prefix}.{slot}" for slot in self.slots_unwritten),
+            filled_by={f"{prefix}.{slot}": key for slot, key in self.filled_by.items()},
         )
 
     def renamed(self, names: Mapping[str, str]) -> LoadReport:
         """The same report with other names for the keys."""
         return self._replace(
             keys_used=tuple(names[key] for key in self.keys_used),
+            filled_by={slot: names[key] for slot, key in self.filled_by.items()},
             keys_without_home=tuple(names[key] for key in self.keys_without_home),
             keys_overflowed=tuple(names[key] for key in self.keys_overflowed),
         )
@@ -203,12 +221,17 @@ class _Judge:
         return LoadReport(
             keys_used=tuple(self._used),
             slots_written=tuple(self._filled_by),
+            filled_by=dict(self._filled_by),
             keys_without_home=tuple(self._homeless),
             slots_unwritten=tuple(
                 slot for slot in self._homes.slots if slot not in self._filled_by
             ),
             keys_overflowed=tuple(self._overflowed),
         )
+
+
+def _first_of(slots: Sequence[str]) -> str:
+    return slots[0] if len(slots) == 1 else f"{slots[0]} with {len(slots) - 1} more slots"
 
 
 def listed(names: Iterable[str]) -> str:

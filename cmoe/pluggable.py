@@ -25,6 +25,14 @@ class _ReplaceableMeta(ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return ABCMeta.__call__(_in_place_of(cls), *args, **kwargs)
 
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """What `help` shows: that of `__init__`, not of the call above."""
+        built = _in_place_of(cls)
+        init = next(vars(base)["__init__"] for base in built.__mro__ if "__init__" in vars(base))
+        whole = inspect.signature(init)
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
 
 def _in_place_of(cls: type) -> type:
     for base in cls.__mro__:

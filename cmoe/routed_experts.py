@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cmoe.checkpoint.names import ExpertTensorName, parse_expert_name
 from cmoe.config import MoEConfig
 from cmoe.custom_ops.backends import Kernels, LayerSpec, select_kernels
 from cmoe.custom_ops.fused_experts import Experts
 from cmoe.errors import LoadError
 from cmoe.expert_map import ExpertMapManager
+from cmoe.expert_names import ExpertTensorName, parse_expert_name
 from cmoe.load_report import Homes, LoadReport, NamedTensors, load_tensors
 from cmoe.load_write import Write
 from cmoe.pluggable import PluggableLayer
@@ -91,7 +91,7 @@ class RoutedExperts(PluggableLayer):
     def load_weights(self, named_tensors: NamedTensors, *, strict: bool = True) -> LoadReport:
         """Writes checkpoint tensors into the parameters' storage.
 
-        Names as `checkpoint/names.py` reads them, at any prefix; layout of fused tensors as
+        Names as `expert_names.py` reads them, at any prefix; layout of fused tensors as
         `config.layout` declares it. Loading again gives the same result in the same storage.
         A mapping is judged whole before anything is written. LoadError: see `load_tensors`.
         """

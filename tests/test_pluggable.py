@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +31,23 @@ BUILT_IN = {
     "shared_experts": cmoe.SharedExperts,
 }
 NAMES = pytest.mark.parametrize("name", BUILT_IN)
+
+
+@NAMES
+def test_help_shows_the_arguments(name: str) -> None:
+    shown = list(inspect.signature(BUILT_IN[name]).parameters)
+    declared = list(inspect.signature(BUILT_IN[name].__init__).parameters)
+    assert ["self", *shown] == declared
+    assert "args" not in shown
+    assert f"{BUILT_IN[name].__name__}({shown[0]}: " in pydoc.plain(
+        pydoc.render_doc(BUILT_IN[name])
+    )
+
+
+def test_help_shows_the_arguments_of_what_is_built() -> None:
+    with cmoe.SharedExperts.replaced_by(OtherShared):
+        assert list(inspect.signature(cmoe.SharedExperts).parameters) == ["mlp", "gate"]
+    assert "overlap" in inspect.signature(cmoe.SharedExperts).parameters
 
 
 class OtherRunner(cmoe.MoERunner):

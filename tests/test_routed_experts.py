@@ -363,22 +363,25 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         lambda t: t | {"shared_experts.gate_proj.weight": torch.ones(8, 16)},
         r"no home for shared_experts\.gate_proj\.weight",
     ),
-    "nothing": (lambda t: {}, r"nothing for w13_weight\[0\]\.w1, .* with 3 more"),
+    "nothing": (
+        lambda t: {},
+        r"missing experts\.0\.down_proj\.weight \(for w2_weight\[0\]\), .* with 3 more",
+    ),
     "a gate missing": (
         lambda t: without(t, "experts.3.gate_proj.weight"),
-        r"nothing for w13_weight\[3\]\.w1$",
+        r"missing experts\.3\.gate_proj\.weight \(for w13_weight\[3\]\.w1\)$",
     ),
     "an up missing": (
         lambda t: without(t, "experts.3.up_proj.weight"),
-        r"nothing for w13_weight\[3\]\.w3$",
+        r"missing experts\.3\.up_proj\.weight \(for w13_weight\[3\]\.w3\)$",
     ),
     "a down missing": (
         lambda t: without(t, "experts.4.down_proj.weight"),
-        r"nothing for w2_weight\[4\]$",
+        r"missing experts\.4\.down_proj\.weight \(for w2_weight\[4\]\)$",
     ),
     "both": (
         lambda t: renamed(t, up_proj="upper_proj"),
-        r"no home for experts\.0\.upper_proj.*; nothing for w13_weight\[0\]\.w3",
+        r"no home for experts\.0\.upper_proj.*; missing experts\.0\.up_proj\.weight",
     ),
     "an expert too many": (
         lambda t: t | {"experts.5.gate_proj.weight": torch.ones(8, 16)},

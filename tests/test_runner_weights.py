@@ -204,19 +204,19 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "gate missing": (
         lambda t: {k: v for k, v in t.items() if k != "gate.weight"},
-        rf"^{re.escape(PREFIX)}: nothing for gate\.weight$",
+        rf"^{re.escape(PREFIX)}: missing gate\.weight$",
     ),
     "bias missing": (
         lambda t: {k: v for k, v in t.items() if "correction" not in k},
-        rf"^{re.escape(PREFIX)}: nothing for gate\.e_score_correction_bias$",
+        rf"^{re.escape(PREFIX)}: missing gate\.e_score_correction_bias$",
     ),
     "shared expert missing": (
         lambda t: {k: v for k, v in t.items() if k != "shared_experts.up_proj.weight"},
-        rf"^{re.escape(PREFIX)}: nothing for shared_experts\.up_proj\.weight$",
+        rf"^{re.escape(PREFIX)}: missing shared_experts\.up_proj\.weight$",
     ),
     "routed expert missing": (
         lambda t: {k: v for k, v in t.items() if k != "experts.2.up_proj.weight"},
-        rf"^{re.escape(PREFIX)}: nothing for w13_weight\[2\]\.w3$",
+        rf"^{re.escape(PREFIX)}: missing experts\.2\.up_proj\.weight \(for w13_weight\[2\]\.w3\)$",
     ),
     "shape": (
         lambda t: t | {"gate.weight": torch.ones(4, HIDDEN)},
@@ -269,7 +269,7 @@ def test_a_faulty_iterator_is_an_error(fault: str) -> None:
 def test_transforms_are_not_forgotten() -> None:
     layer = layer_of(input_transform=nn.Linear(HIDDEN, HIDDEN), output_transform=nn.RMSNorm(HIDDEN))
     missing = r"input_transform\.bias, input_transform\.weight, output_transform\.weight"
-    with pytest.raises(cmoe.LoadError, match=f"^mlp: nothing for {missing}$"):
+    with pytest.raises(cmoe.LoadError, match=f"^mlp: missing {missing}$"):
         layer.load_weights(expert_tensors(layer.config))
 
 

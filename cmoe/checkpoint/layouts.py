@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from cmoe.checkpoint.names import parse_expert_name
 from cmoe.checkpoint.translate import Names
+from cmoe.expert_names import parse_expert_name
 from cmoe.families import Family, Layout
 
 Shape = tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -149,7 +150,9 @@ def load_runner(
 
 
 def _joined(reports: list[LoadReport]) -> LoadReport:
-    return LoadReport(*(tuple(itertools.chain(*field)) for field in zip(*reports, strict=True)))
+    *tuples, filled_by = zip(*reports, strict=True)
+    names = (tuple(itertools.chain(*field)) for field in tuples)
+    return LoadReport._make((*names, dict(collections.ChainMap(*filled_by))))
 
 
 def _blocks(checkpoint: Checkpoint) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from cmoe.checkpoint.names import parse_expert_name
 from cmoe.checkpoint.translate import Names
+from cmoe.expert_names import parse_expert_name
 from cmoe.families import FAMILIES, Family
 
 _BIAS = "router.e_score_correction_bias"

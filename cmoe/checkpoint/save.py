@@ -65,7 +65,7 @@ def save_model(
 def _planned(shapes: Mapping[str, tuple[int, ...]], homes: Homes, what: str) -> list[Planned]:
     """Every tensor with the dtype that the model keeps it in. LoadError: see save_model."""
     planned: list[Planned] = []
-    slots: list[str] = []
+    filled_by: dict[str, str] = {}
     homeless: list[str] = []
     for key, shape in shapes.items():
         writes = homes.home_of(key, torch.empty(shape, device="meta"))
@@ -73,10 +73,10 @@ def _planned(shapes: Mapping[str, tuple[int, ...]], homes: Homes, what: str) -> 
             homeless.append(key)
             continue
         planned.append(Planned(key, shape, writes[0].target.dtype))
-        slots += [slot for write in writes for slot in write.slots]
-    unwritten = tuple(slot for slot in homes.slots if slot not in set(slots))
+        filled_by.update({slot: key for write in writes for slot in write.slots})
+    unwritten = tuple(slot for slot in homes.slots if slot not in filled_by)
     keys = tuple(tensor.name for tensor in planned)
-    LoadReport(keys, tuple(slots), tuple(homeless), unwritten).check(what)
+    LoadReport(keys, tuple(filled_by), tuple(homeless), unwritten, filled_by=filled_by).check(what)
     return planned
 
 

@@ -12,10 +12,10 @@ import torch
 
 from cmoe.checkpoint import Checkpoint, open_checkpoint
 from cmoe.checkpoint.load import family_in, likeness, model_type_of
-from cmoe.checkpoint.names import parse_expert_name
 from cmoe.config import MoEConfig, moe_part
 from cmoe.custom_ops.backends import LayerSpec, explain_backends
 from cmoe.errors import LoadError
+from cmoe.expert_names import parse_expert_name
 from cmoe.families import SWITCH_ONLY, Family
 from cmoe.inspection.bandwidth import read_gbps
 from cmoe.inspection.blocks import Kind, check_sizes, kinds_of, numberless
@@ -140,8 +140,8 @@ def _problems(kinds: Sequence[Kind], checkpoint: Checkpoint) -> Iterator[tuple[s
     for kind in kinds:
         if kind.report is not None:
             unused += kind.report.keys_without_home
-            for slot in kind.report.slots_unwritten:
-                missing[f"{slot} in {len(kind.paths)} blocks from {kind.paths[0]}"] += 1
+            for name in kind.report.missing():
+                missing[f"{name} in {len(kind.paths)} blocks from {kind.paths[0]}"] += 1
     hint = likeness(checkpoint) if missing or unused or faults or not kinds else ""
     yield "missing", (listed(missing) or "nothing") + (hint if missing or not kinds else "")
     yield "unused", (listed(unused) or "nothing") + (hint if unused else "")

@@ -152,8 +152,12 @@ def test_loading_again_gives_the_other_weights(tmp_path: Path) -> None:
 
 FAULTS = {
     "no home": ({"mlp.experts.0.norm.weight": torch.ones(2)}, (), "no home for mlp.experts.0.norm"),
-    "missing": ({}, ("mlp.experts.3.up_proj.weight",), r"nothing for w13_weight\[3\].w3"),
-    "no gate": ({}, ("mlp.gate.weight",), "nothing for gate.weight"),
+    "missing": (
+        {},
+        ("mlp.experts.3.up_proj.weight",),
+        r"missing mlp.experts.3.up_proj.weight \(for w13_weight\[3\].w3\)",
+    ),
+    "no gate": ({}, ("mlp.gate.weight",), r"missing mlp.gate.weight \(for gate.weight\)"),
     "shape": ({"mlp.experts.1.up_proj.weight": torch.ones(3, 3)}, (), r"shape \(3, 3\) should be"),
     "gate's shape": ({"mlp.gate.weight": torch.ones(3, 3)}, (), r"shape \(3, 3\) should be"),
     "integers": (
@@ -274,12 +278,12 @@ def test_the_names_of_a_family_are_translated(tmp_path: Path) -> None:
 
 MODEL_FAULTS = {
     "no home": ({"layers.2.norm.bias": torch.ones(1)}, (), "no home for layers.2.norm.bias"),
-    "missing": ({}, ("layers.1.norm.bias",), "nothing for layers.1.norm.bias"),
-    "tied, both gone": ({}, ("embed.weight",), "nothing for embed.weight, head.weight"),
+    "missing": ({}, ("layers.1.norm.bias",), "missing layers.1.norm.bias"),
+    "tied, both gone": ({}, ("embed.weight",), "missing embed.weight, head.weight"),
     "in a block": (
         {},
         ("layers.1.mlp.experts.2.down_proj.weight",),
-        r"nothing for layers.1.mlp.w2_weight\[2\]",
+        r"missing layers.1.mlp.experts.2.down_proj.weight \(for layers.1.mlp.w2_weight\[2\]\)",
     ),
     "shape": ({"embed.weight": torch.ones(3, 3)}, (), r"embed.weight: shape \(3, 3\) should be"),
     "floats for integers": (

@@ -73,7 +73,9 @@ def test_a_worker_says_why_it_failed(tmp_path: Path) -> None:
         "num_steps": 2,
     }
     with Worker(compile_cache=tmp_path / "cache", log=tmp_path / "log") as worker:
-        with pytest.raises(WorkerError, match=r"nothing for model.layers.1.mlp.w13_weight\[3\].w3"):
+        with pytest.raises(
+            WorkerError, match=r"missing model.layers.1.mlp.experts.3.up_proj.weight \(for model"
+        ):
             worker.ask("load", request)
         with pytest.raises(WorkerError, match="KeyError: 'bake'"):
             worker.ask("bake")

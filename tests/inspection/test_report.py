@@ -95,7 +95,8 @@ def test_missing_and_unused_tensors_are_named(tmp_path: Path) -> None:
     del shapes["model.layers.2.mlp.experts.3.up_proj.weight"]
     text, is_loadable = inspect_folder(folder_of(tmp_path, shapes, QWEN))
     assert not is_loadable
-    assert "missing      w13_weight[3].w3 in 1 blocks from model.layers.2.mlp" in text
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    assert f"missing      {name} (for w13_weight[3].w3) in 1 blocks from model.layers.2.mlp" in text
     assert "unused       model.layers.1.mlp.experts.0.norm.weight" in text
 
 

@@ -68,7 +68,7 @@ def test_the_table_by_way_of_the_meta_device() -> None:
 def test_a_checkpoint_fills_the_table(name: str) -> None:
     layer = layer_of(router=router_of(torch.zeros_like(TABLE)))
     tensors = expert_tensors(layer.config)
-    with pytest.raises(LoadError, match=r"^mlp: nothing for gate\.hash_indices_table$"):
+    with pytest.raises(LoadError, match=r"^mlp: missing gate\.hash_indices_table$"):
         layer.load_weights(tensors)
     pointer = layer.router.hash_indices_table.data_ptr()
     layer.load_weights({**tensors, name: TABLE})

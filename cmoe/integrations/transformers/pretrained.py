@@ -105,7 +105,7 @@ def _loaded_by_transformers(cls: Any, folder: Path, dtype: torch.dtype) -> PreTr
         f"{words} {listed(str(key) for key in info[kind])}"
         for kind, words in {
             "unexpected_keys": "no home for",
-            "missing_keys": "nothing for",
+            "missing_keys": "missing",
             "mismatched_keys": "another shape for",
         }.items()
         if info[kind]

@@ -37,11 +37,13 @@ _USE_THE_SWITCH = (
 class ReplaceReport:
     """What `replace_moe` did.
 
-    replaced: path in the model of each new MoERunner. kept: path of each experts module that stayed
-    as it was, outside of the table's blocks. num_bytes: size of the weights taken over.
+    replaced: path in the model of each new MoERunner. already: of each that stood there before.
+    kept: path of each experts module that stayed as it was, outside of the table's blocks.
+    num_bytes: size of the weights taken over.
     """
 
     replaced: tuple[str, ...]
+    already: tuple[str, ...]
     kept: tuple[str, ...]
     num_bytes: int
 
@@ -55,7 +57,8 @@ def replace_moe(model: nn.Module) -> ReplaceReport:
     adapters after this call, wrap the model for data-parallel training after it: parameters stay
     the same objects, under other names, some of another shape. `output_router_logits` works as
     before, unless blocks are compiled one by one. `state_dict`, `save_pretrained` speak as they did
-    before the call, so what is saved is a checkpoint of transformers.
+    before the call, so what is saved is a checkpoint of transformers. Called again, it changes
+    nothing.
     UnsupportedError, before any change, for a model without a block of the table, for one that is
     wrapped for data-parallel training, for blocks that are quantised, shared, hooked, changed after
     they were built, on the meta device or otherwise not what their row says.
@@ -68,7 +71,8 @@ def replace_moe(model: nn.Module) -> ReplaceReport:
         for name, module in model.named_modules()
         if hasattr(module, "_apply_gate") and name.rpartition(".")[0] not in paths
     )
-    if not blocks:
+    already = tuple(name for name, m in model.named_modules() if isinstance(m, MoERunner))
+    if not blocks and not already:
         raise UnsupportedError(_nothing_to_replace(model, kept))
     _check(model, blocks)
     num_bytes = 0
@@ -76,14 +80,14 @@ def replace_moe(model: nn.Module) -> ReplaceReport:
         _take_weights(runner, block)
         num_bytes += sum(p.nbytes for p in runner.routed_experts.parameters())
         model.set_submodule(block.path, runner)
-    return ReplaceReport(replaced=paths, kept=kept, num_bytes=num_bytes)
+    return ReplaceReport(replaced=paths, already=already, kept=kept, num_bytes=num_bytes)
 
 
 def _nothing_to_replace(model: nn.Module, experts: tuple[str, ...]) -> str:
     if not experts:
         return (
             f"{type(model).__name__} has no sparse block that replace_moe knows; pass a "
-            "transformers model with mixture-of-experts layers, before its blocks are replaced"
+            "transformers model with mixture-of-experts layers"
         )
     types = {m.config.model_type for m in model.modules() if isinstance(m, PreTrainedModel)}
     reasons = [f"; {name}: {SWITCH_ONLY[name]}" for name in sorted(types) if name in SWITCH_ONLY]

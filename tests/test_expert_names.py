@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cmoe.checkpoint.names import (
+from cmoe.expert_names import (
     ExpertTensorName,
     maybe_remap_moe_expert_param_name,
     parse_expert_name,
     remap_moe_expert_weights,
+    sibling_name,
 )
 
 PREFIXES = ["", "mlp.", "model.layers.11.mlp.", "model.layers.0.block_sparse_moe.", "a.b.c.d.e."]
@@ -123,3 +124,20 @@ def test_pairs_are_translated_as_they_come() -> None:
     assert first is tensor
     assert next(given)[0] == "norm.weight"  # nothing was read ahead
     assert [name for name, _ in remapped] == ["lost"]
+
+
+@pytest.mark.parametrize(
+    ("key", "part", "is_bias", "expected"),
+    [
+        ("a.experts.0.gate_proj.weight", "w2", False, "a.experts.3.down_proj.weight"),
+        ("a.experts.0.w1.weight", "w3", False, "a.experts.3.w3.weight"),
+        ("a.experts.0.w1.weight", "w2", True, "a.experts.3.w2.bias"),
+        ("experts.gate_up_proj", "w2", False, "experts.down_proj"),
+        ("experts.gate_up_proj", "w13", True, "experts.gate_up_proj_bias"),
+        ("experts.down_proj_bias", "w13", False, "experts.gate_up_proj"),
+        ("experts.down_proj.weight", "w3", False, "experts.up_proj.weight"),
+        ("routed_experts.w13_weight", "w2", True, "routed_experts.w2_bias"),
+    ],
+)
+def test_another_part_in_the_same_manner(key: str, part: str, is_bias: bool, expected: str) -> None:
+    assert sibling_name(key, expert=3, part=part, is_bias=is_bias) == expected

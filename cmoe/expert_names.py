@@ -18,6 +18,14 @@ _PARTS: Mapping[str, Literal["w1", "w3", "w2", "w13"]] = {
     "gate_up_proj": "w13",
     "w13": "w13",
 }
+_PROJECTIONS: Mapping[str, str] = {
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+    "w13": "gate_up_proj",
+}
+_NUMBERED: Mapping[str, str] = {part: part for part in _PROJECTIONS}
+_BIASES: Mapping[str, str] = {".weight": ".bias", "_weight": "_bias", "": "_bias"}
 _PATTERN = re.compile(
     r"(?:^|\.)(?:experts\.routed_experts|routed_experts|experts)\.(?:(?P<expert>\d+)\.)?"
     rf"(?P<part>{'|'.join(_PARTS)})(?P<kind>|\.weight|_weight|\.bias|_bias)$"
@@ -50,6 +58,23 @@ def parse_expert_name(name: str) -> ExpertTensorName | None:
         is_bias=match["kind"].endswith("bias"),
         is_native=native and expert is None,
     )
+
+
+def sibling_name(key: str, *, expert: int, part: str, is_bias: bool) -> str:
+    """The name of another part of the same block's experts, in the manner of `key`.
+
+    key: an expert tensor's name; where it holds all experts, so does the result. part: one of
+    ExpertTensorName's.
+    """
+    match = _PATTERN.search(key)
+    assert match is not None, key
+    words = _NUMBERED if match["part"] in _NUMBERED.values() else _PROJECTIONS
+    kind = match["kind"]
+    if is_bias != kind.endswith("bias"):
+        kind = _BIASES[kind] if is_bias else {b: w for w, b in _BIASES.items()}[kind]
+    if match["expert"] is not None:
+        return f"{key[: match.start('expert')]}{expert}.{words[part]}{kind}"
+    return f"{key[: match.start('part')]}{words[part]}{kind}"
 
 
 def maybe_remap_moe_expert_param_name(name: str, params: Container[str]) -> str:
