@@ -31,6 +31,10 @@ def load_layer(
     tensor, in any case for a shape or dtype that does not fit; nothing is written then. Tensors are
     mapped one at a time and copied into the parameters' storage, converted to their dtype.
     """
+    if not isinstance(runner, MoERunnerInterface):
+        raise ValueError(
+            f"load_layer fills a MoERunner, got a {type(runner).__name__}; load_model fills a model"
+        )
     names = Names(family_in(checkpoint))
     path = names.in_model(f"{prefix}.").removesuffix(".") if prefix else ""
     keys = names.inside(checkpoint.tensors, path)
@@ -71,6 +75,8 @@ def load_model(
 
 def family_in(checkpoint: Checkpoint) -> Family:
     """The checkpoint's family; LoadError names the known ones when it is none of them."""
+    if not isinstance(checkpoint, Checkpoint):
+        raise ValueError(f"a checkpoint is what open_checkpoint(folder) gives, got {checkpoint!r}")
     try:
         return family_of(model_type_of(checkpoint))
     except LoadError:
@@ -118,8 +124,13 @@ def judge_model(
 
 
 def keys_without(checkpoint: Checkpoint, ignore: Collection[str]) -> list[str]:
-    """The names that none of the regular expressions is found in."""
-    patterns = [re.compile(pattern) for pattern in ignore]
+    """The names that none of the regular expressions is found in; ValueError for what is none."""
+    if isinstance(ignore, str):
+        raise ValueError(f"ignore is a list of regular expressions, got {ignore!r} alone")
+    try:
+        patterns = [re.compile(pattern) for pattern in ignore]
+    except re.error as error:
+        raise ValueError(f"ignore: {error.pattern!r} is no regular expression ({error})") from error
     return [key for key in checkpoint.tensors if not any(p.search(key) for p in patterns)]
 
 

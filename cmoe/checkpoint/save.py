@@ -20,6 +20,8 @@ from cmoe.load_report import Homes, LoadReport
 
 SHARD_BYTES = 5_000_000_000
 
+_LAYOUTS = ("original", "per_expert", "fused")
+
 
 def save_model(
     model: nn.Module,
@@ -42,8 +44,13 @@ def save_model(
 
     The folder must be new or empty; it appears whole or, after an error, not at all. A tokenizer's
     files are left to the caller. LoadError, before anything is written, for a name with no home in
-    the model, for a place of the model without a name.
+    the model, for a place of the model without a name; ValueError for a folder that is there
+    already; OSError where it cannot be written, such as on a full disk.
     """
+    if layout not in _LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(_LAYOUTS)}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     folder = Path(folder)
     family = family_in(like)
     shapes = {key: like.tensors[key].shape for key in keys_without(like, ignore)}

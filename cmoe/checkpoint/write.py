@@ -38,18 +38,23 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into, beside `folder`, which takes its name when the block ends well.
 
     It is removed when the block fails; a process that is killed leaves it behind, under its own
-    name. ValueError when `folder` exists and is not empty.
+    name. A link is followed. ValueError when `folder` exists and is not empty; OSError, with its
+    name, when the system refuses something.
     """
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+    place = folder.resolve()
+    if place.is_file() or (place.is_dir() and any(place.iterdir())):
         raise ValueError(f"{folder} is there already; save into a new folder")
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir(parents=True)
+    partial = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
     try:
+        partial.mkdir(parents=True)
         yield partial
-        partial.replace(folder)
-    except BaseException:
+        partial.replace(place)
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        if not isinstance(error, OSError):
+            raise
+        said = f"{folder} cannot be written, nothing of it is left ({error.strerror or error})"
+        raise OSError(error.errno, said) from error
 
 
 def write_shards(

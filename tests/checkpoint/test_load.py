@@ -320,6 +320,20 @@ def test_two_names_of_one_tensor(tmp_path: Path) -> None:
         load_model(Model(), checkpoint)
 
 
+def test_what_is_neither_a_layer_nor_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, model_tensors())
+    with pytest.raises(ValueError, match="load_layer fills a MoERunner, got a Linear; load_model"):
+        load_layer(nn.Linear(1, 1), checkpoint, "layers.1.mlp")
+    for load in (
+        lambda: load_model(Model(), str(tmp_path)),
+        lambda: load_layer(runner_of(), 3, ""),
+    ):
+        with pytest.raises(
+            ValueError, match=r"a checkpoint is what open_checkpoint\(folder\) gives"
+        ):
+            load()
+
+
 def test_a_model_that_is_a_layer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one layer itself; load it with load_layer"):
         load_model(runner_of(), saved(tmp_path, block("mlp")))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 import cmoe
 from cmoe import LoadError
-from cmoe.checkpoint import Checkpoint, load_model, open_checkpoint, save_model
+from cmoe.checkpoint import Checkpoint, load_model, open_checkpoint, save_model, write
 from cmoe.checkpoint import save as save_module
 from tests.checkpoint.test_load import Model, model_tensors, saved
 
@@ -133,6 +135,61 @@ def test_a_folder_in_use_is_left_alone(loaded: tuple[Model, Checkpoint], tmp_pat
     assert {path.name: path.read_bytes() for path in (tmp_path / "from").iterdir()} == before
     (tmp_path / "empty").mkdir()
     save_model(model, tmp_path / "empty", checkpoint)
+
+
+def test_a_link_is_followed(loaded: tuple[Model, Checkpoint], tmp_path: Path) -> None:
+    model, checkpoint = loaded
+    (tmp_path / "there").mkdir()
+    for name in ("there", "nowhere yet"):
+        link = tmp_path / f"link to {name}"
+        link.symlink_to(tmp_path / name)
+        save_model(model, link, checkpoint)
+        assert_same_bits(tensors_of(tmp_path / name), tensors_of(tmp_path / "from"))
+        with pytest.raises(ValueError, match="is there already"):
+            save_model(model, link, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layout": "fusd"}, "unknown layout 'fusd'; choose one of original, per_expert, fused"),
+        ({"max_shard_bytes": 0}, "max_shard_bytes must be at least 1, got 0"),
+        ({"ignore": "bias"}, "ignore is a list of regular expressions, got 'bias' alone"),
+        ({"ignore": ["("]}, r"ignore: '\(' is no regular expression \(missing \)"),
+    ],
+)
+def test_what_cannot_be_meant(
+    arguments: dict[str, Any], message: str, loaded: tuple[Model, Checkpoint], tmp_path: Path
+) -> None:
+    model, checkpoint = loaded
+    with pytest.raises(ValueError, match=message):
+        save_model(model, tmp_path / "to", checkpoint, **arguments)
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_disk_that_is_full(
+    loaded: tuple[Model, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, checkpoint = loaded
+    before = set(tmp_path.iterdir())
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(write.os, "fsync", full)
+    message = r"to cannot be written, nothing of it is left \(No space left on device\)"
+    with pytest.raises(OSError, match=message) as raised:
+        save_model(model, tmp_path / "to", checkpoint)
+    assert raised.value.errno == errno.ENOSPC
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_place_below_a_file(loaded: tuple[Model, Checkpoint], tmp_path: Path) -> None:
+    model, checkpoint = loaded
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OSError, match=r"file/to cannot be written.*\(Not a directory\)"):
+        save_model(model, tmp_path / "file" / "to", checkpoint)
+    assert (tmp_path / "file").read_text() == "x"
 
 
 def test_a_checkpoint_of_another_model(loaded: tuple[Model, Checkpoint], tmp_path: Path) -> None:

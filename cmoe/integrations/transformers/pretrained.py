@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.initialization import no_init_weights
 
 from cmoe.checkpoint import load_model, open_checkpoint
+from cmoe.checkpoint.folder import CONFIG
 from cmoe.checkpoint.load import judge_model
 from cmoe.config import moe_part
 from cmoe.errors import LoadError
@@ -41,19 +44,23 @@ def from_pretrained(
     so); without a row the blocks stay, with their experts on cmoe.
     LoadError for a folder that is damaged, incomplete, or has more than the model takes.
     """
-    folder = Path(folder)
+    folder, device = Path(folder), torch.device(device)
+    if device.type == "meta":
+        raise ValueError("from_pretrained fills the weights, so they need a device; got meta")
+    torch.empty(0, device=device)  # A device that is not there is an error before any work.
     checkpoint = open_checkpoint(folder)
-    hf_config = AutoConfig.from_pretrained(folder)
-    part = hf_config.get_text_config()
-    dtype = dtype or hf_config.dtype or part.dtype or torch.get_default_dtype()
-    cls = model_class(hf_config)
+    with _damage_is_said(folder):
+        hf_config = AutoConfig.from_pretrained(folder)
+        part = hf_config.get_text_config()
+        dtype = dtype or hf_config.dtype or part.dtype or torch.get_default_dtype()
+        cls = model_class(hf_config)
     if (reason := SWITCH_ONLY.get(moe_part(hf_config).model_type)) is not None:
         register()
         logger.warning("%s is loaded by transformers: %s", folder, reason)
         model = _loaded_by_transformers(cls, folder, dtype)
         model.set_experts_implementation("cmoe")
         return model.to(device).eval()
-    with no_init_weights(), torch.device(device):
+    with no_init_weights(), device, _damage_is_said(folder):
         model = cls._from_config(hf_config, dtype=dtype)
     model.tie_weights()  # Part of the initialisation that was left out.
     _widen(model, dtype)
@@ -68,6 +75,19 @@ def from_pretrained(
     else:
         load_model(model, checkpoint, ignore=ignore)
     return model.eval()
+
+
+@contextlib.contextmanager
+def _damage_is_said(folder: Path) -> Iterator[None]:
+    """LoadError for whatever transformers raises at a config.json that makes no model."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise LoadError(
+            f"{folder / CONFIG} makes no model of transformers ({reason:.300}); is it damaged, or "
+            "of another model?"
+        ) from error
 
 
 def model_class(hf_config: Any) -> Any:

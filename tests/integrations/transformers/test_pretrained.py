@@ -128,6 +128,38 @@ def test_a_folder_that_is_incomplete(fault: str, tmp_path: Path) -> None:
         from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": None},
+        {"architectures": 3},
+        {"architectures": ["LlamaForCausalLM"]},
+        {"dtype": "float99"},
+        {"dtype": "int8"},
+        {"hidden_size": "20"},
+        {"hidden_size": 1 << 50},
+        {"num_attention_heads": 0},
+        {"rope_parameters": {"rope_type": "no such"}},
+    ],
+)
+def test_a_config_that_makes_no_model(changes: dict[str, object], tmp_path: Path) -> None:
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(
+        LoadError, match=r"config\.json makes no model of transformers \(.*\); is it"
+    ):
+        from_pretrained(tmp_path)
+
+
+def test_a_device_that_cannot_hold_weights(tmp_path: Path) -> None:
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the weights, so they need a device; got meta"):
+        from_pretrained(tmp_path, device="meta")
+    with pytest.raises((RuntimeError, AssertionError), match=r"(?i)device|compiled"):
+        from_pretrained(tmp_path, device="cuda:99")
+
+
 def test_a_folder_that_transformers_loads_is_as_strict(tmp_path: Path) -> None:
     tiny("deepseek_v4").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
