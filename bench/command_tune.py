@@ -77,7 +77,8 @@ def _findings(
     from cmoe.custom_ops.triton.parameters import candidates
 
     weights = to_device(make_weights(shape, dtype, seed=0))
-    device, kernels = device_of(weights.w2.device), kernel_shape(shape, dtype)
+    device = device_of(weights.w2.device)
+    kernels = kernel_shape(shape, weights, dtype)
     cuda = torch.cuda.is_available()
     flush = CudaCacheFlush(torch.cuda.get_device_properties(0).L2_cache_size) if cuda else NoFlush()
     progress = Progress([1.0] * len(buckets))
@@ -103,7 +104,7 @@ def _findings(
 
 def save(found: Finding, path: Path, device: str, shape: str) -> None:
     """Brings the file's row up to date: there is one only where something beat the default."""
-    from cmoe.custom_ops.triton.parameters import read_file, write_file
+    from cmoe.custom_ops.triton.tuned import read_file, write_file
 
     if found.error is not None:
         return

@@ -18,7 +18,7 @@ from bench import cpu, modes
 from bench.arm import to_device
 from bench.inputs import Case, Draw, Weights, make_draws
 from bench.peers.cmoe import activation_arguments, layer_spec
-from bench.shapes import DTYPES, SHAPES, Shape
+from bench.shapes import SHAPES, Shape
 from bench.timing import time_calls, time_cuda_calls
 from bench.verify import Reference, checked_rows
 
@@ -108,17 +108,10 @@ def call_of(shape: Shape, weights: Weights, draw: Draw) -> Any:
     )
 
 
-def kernel_shape(shape: Shape, dtype: str) -> Any:
-    """The shape as the choice of parameters knows it."""
-    from cmoe.custom_ops.triton import parameters
-
-    return parameters.Shape(
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        dtype=str(DTYPES[dtype]).removeprefix("torch."),
-    )
+def kernel_shape(shape: Shape, weights: Weights, dtype: str) -> Any:
+    """The shape as the choice of parameters knows it: that of a call."""
+    (draw,) = make_draws(Case(shape=shape, tokens=1, dtype=dtype), num_draws=1)
+    return call_of(shape, weights, to_device(draw)).shape()
 
 
 def unavailable() -> str | None:

@@ -15,7 +15,8 @@ from bench import command_tune
 from bench.__main__ import main
 from bench.pairs import PairEffort
 from bench.tune import NO_TIME, Finding, choose, tune
-from cmoe.custom_ops.triton.parameters import Parameters, Tile, read_file, write_file
+from cmoe.custom_ops.triton.parameters import Parameters, Tile
+from cmoe.custom_ops.triton.tuned import read_file, write_file
 
 REPOSITORY = Path(__file__).parents[2]
 EFFORT = PairEffort(rounds=9, max_rounds=27, turn_ms=4.0)

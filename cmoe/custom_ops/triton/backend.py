@@ -8,7 +8,7 @@ import torch
 
 from cmoe.activation import ACTIVATIONS
 from cmoe.custom_ops.backends import Backend, Kernels, LayerSpec
-from cmoe.custom_ops.triton.parameters import user_table
+from cmoe.custom_ops.triton.tuned import user_table
 from cmoe.environment import triton_is_interpreted
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

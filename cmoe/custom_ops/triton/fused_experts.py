@@ -24,16 +24,18 @@ from cmoe.custom_ops.triton.alone import down_alone, gate_up_alone
 from cmoe.custom_ops.triton.combine import combine
 from cmoe.custom_ops.triton.down import down
 from cmoe.custom_ops.triton.gate_up import gate_up
-from cmoe.custom_ops.triton.launch import launching
+from cmoe.custom_ops.triton.launch import launching, with_scratch
 from cmoe.custom_ops.triton.parameters import (
     ROWS_ALONE,
+    THREADS,
+    TMA_WARPS,
     Device,
     Parameters,
     Shape,
     bucket_of,
-    parameters_for,
 )
 from cmoe.custom_ops.triton.sort import sort_rows
+from cmoe.custom_ops.triton.tuned import parameters_for
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -80,6 +82,16 @@ class Call(NamedTuple):
             self.x.dtype,
             self.parts() != "gate",
             self.w13.stride(2) != 1 and self.w13.stride(1) == 1,
+            self._is_aligned(),
+        )
+
+    def _is_aligned(self) -> bool:
+        unit = 16 // self.x.element_size()
+        return self.w2.shape[2] % unit == 0 and all(
+            weights.data_ptr() % 16 == 0
+            and weights.stride(0) % unit == 0
+            and max(weights.stride()[1:]) % unit == 0
+            for weights in (self.w13, self.w2)
         )
 
     def ids(self) -> tuple[int, int, int, int, int]:
@@ -120,8 +132,12 @@ def fused_experts_with(parameters: Parameters, call: Call) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() > 0:
         run = _run_alone if parameters.block_m == ROWS_ALONE else _run_sorted
+        launch = functools.partial(run, parameters, call, y)
         with launching(x.device):
-            run(parameters, call, y)
+            if parameters.copies() == {THREADS}:
+                launch()
+            else:
+                with_scratch(launch)
     return y
 
 
@@ -161,22 +177,26 @@ def _run_sorted(parameters: Parameters, call: Call, y: Tensor) -> None:
     order, tiles, max_tiles = sort_rows(call.topk_ids, call.expert_map, call.ids(), block_m)
     a = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
     tile = parameters.gate_up
-    gate_up[(max_tiles * triton.cdiv(intermediate, tile.block_n),)](
+    gate_up[(tile.programs(max_tiles, intermediate),)](
         x, call.w13, call.w13_bias, call.topk_weights, order, tiles, a,
-        call.alpha, call.limit, hidden, intermediate,
+        call.alpha, call.limit, call.w2.shape[0], hidden, intermediate,
         *x.stride(), *call.w13_strides(), *call.w13_bias_strides(), call.topk_weights.stride(0),
         TOP_K=top_k, ACTIVATION=_formula(call.activation), PARTS=call.parts(),
         WEIGHT_ON_INPUT=call.weight_on_input, IS_EVEN=tile.divides(intermediate, hidden),
         GROUP_M=parameters.group_m, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        PERSISTENT=tile.num_programs is not None, TMA=tile.copies != THREADS,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     rows = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     tile = parameters.down
-    down[(max_tiles * triton.cdiv(hidden, tile.block_n),)](
+    down[(tile.programs(max_tiles, hidden),)](
         a, call.w2, call.w2_bias, order, tiles, rows,
-        hidden, intermediate, *call.w2.stride(), *call.w2_bias_strides(),
+        a.shape[0], call.w2.shape[0], hidden, intermediate,
+        *call.w2.stride(), *call.w2_bias_strides(),
         IS_EVEN=tile.divides(hidden, intermediate),
         GROUP_M=parameters.group_m, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        PERSISTENT=tile.num_programs is not None, TMA=tile.copies != THREADS,
+        OWN_WARPS=tile.copies == TMA_WARPS,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     slots = triton.next_power_of_2(top_k)
@@ -212,6 +232,7 @@ def _shape(
     dtype: torch.dtype,
     is_gated: bool,
     is_transposed: bool,
+    is_aligned: bool,
 ) -> Shape:
     return Shape(
         num_experts=num_experts,
@@ -221,6 +242,7 @@ def _shape(
         dtype=str(dtype).removeprefix("torch."),
         is_gated=is_gated,
         is_transposed=is_transposed,
+        is_aligned=is_aligned,
     )
 
 
@@ -232,11 +254,17 @@ def device_of(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         shared_bytes = properties.shared_memory_per_block
-        return Device(name=properties.name, shared_bytes=shared_bytes, is_hip=True)
+        return Device(
+            name=properties.name,
+            shared_bytes=shared_bytes,
+            is_hip=True,
+            num_processors=properties.multi_processor_count,
+        )
     return Device(
         name=properties.name,
         shared_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-        wide_tiles=properties.major in (9, 10),
+        capability=(properties.major, properties.minor),
+        num_processors=properties.multi_processor_count,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import triton
+from torch import Tensor
 
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED of cuda.h, hipStreamCaptureModeRelaxed of HIP."""
@@ -41,6 +44,22 @@ def _while_capturing(device: torch.device) -> Iterator[None]:
             yield
     finally:
         exchange(ctypes.byref(mode))
+
+
+def with_scratch(launch: Callable[[], object]) -> None:
+    """Runs `launch()`; kernels that describe blocks for themselves have memory from torch for it.
+
+    So a captured graph has it in its own pool. Whoever else launches Triton kernels keeps the
+    allocator that they set.
+    """
+    context = contextvars.copy_context()
+    context.run(triton.set_allocator, _scratch)
+    context.run(launch)
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Bytes on the current device, for its current stream; Triton asks to align them to 128."""
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 @functools.cache

@@ -8,16 +8,22 @@ import pytest
 import torch
 
 from cmoe.custom_ops.triton.parameters import (
+    THREADS,
+    TMA,
+    TMA_WARPS,
     Device,
     Parameters,
     Shape,
     buckets,
+    candidates,
     default_parameters,
     fitted,
 )
 from cmoe.environment import triton_is_interpreted
 
 pytest.importorskip("triton")
+
+from triton.compiler import CompiledKernel
 
 from cmoe.custom_ops.triton.fused_experts import Call, fused_experts_with
 from tests.custom_ops.triton.aot import Launch, launches_of, resources_of
@@ -29,9 +35,9 @@ pytestmark = [
     ),
 ]
 DEVICES = {
-    "cuda:80": Device(name="A100", shared_bytes=166912),
-    "cuda:90": Device(name="H200", shared_bytes=232448, wide_tiles=True),
-    "hip:gfx942": Device(name="MI300X", shared_bytes=65536, is_hip=True),
+    "cuda:80": Device(name="A100", shared_bytes=166912, capability=(8, 0), num_processors=108),
+    "cuda:90": Device(name="H200", shared_bytes=232448, capability=(9, 0), num_processors=132),
+    "hip:gfx942": Device(name="MI300X", shared_bytes=65536, is_hip=True, num_processors=304),
 }
 """Shared memory of a program as CUDA's programming guide has it, the LDS of CDNA 3."""
 
@@ -168,14 +174,91 @@ def test_loads_are_copied_ahead_in_large_pieces(
                 assert "ld.global.v4" in ptx, name
             if name in ("gate_up", "down"):
                 assert "cp.async.cg.shared.global" in ptx, name
-                assert ("wgmma.mma_async" if device.wide_tiles else "mma.sync") in ptx, name
+                assert ("wgmma.mma_async" if device.wide_tiles() else "mma.sync") in ptx, name
 
 
-@pytest.mark.parametrize(("first", "last"), [(1, 8), (33, 64), (2049, 4096)])
-def test_one_binary_serves_a_bucket(first: int, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def rows_that_copy_otherwise(device: Device, shape: Shape) -> dict[Parameters, int]:
+    """Each candidate whose tiles are the default's, copied or shared out otherwise; its bucket."""
+    return {
+        row: bucket
+        for bucket in buckets()
+        for row in candidates(device, shape, bucket)
+        if row.down.num_programs is not None or row.copies() != {THREADS}
+    }
+
+
+MOST_SPILLED_BYTES = 16
+"""Of a candidate, at the end of a tile: Triton 3.8 spills 8 of one row of qwen3's."""
+
+
+@ON_EACH_TARGET
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_rows_that_copy_otherwise_fit(
+    target: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, options = CALLS[name]
+    device = DEVICES[target]
+    rows = rows_that_copy_otherwise(device, shape)
+    assert rows
+    for parameters, bucket in rows.items():
+        for launch in launches(parameters, meta_call(shape, bucket, **options), monkeypatch):
+            name = launch.kernel.__name__
+            if name not in ("gate_up", "down"):
+                continue
+            tile, halves = (parameters.gate_up, 2) if name == "gate_up" else (parameters.down, 1)
+            compiled = launch.compile_for(target)
+            taken, where = resources_of(compiled), f"{name} for {bucket} tokens: {parameters}"
+            assert 0 < taken.registers <= 256, where
+            assert taken.spilled_bytes <= MOST_SPILLED_BYTES, where
+            bound = tile.shared_bytes(parameters.block_m, halves, 2, device.is_hip)
+            assert taken.shared_bytes <= bound <= device.shared_bytes, where
+            if target == "cuda:90":
+                assert copies_of(compiled) == tile.copies, where
+
+
+def copies_of(compiled: CompiledKernel) -> str:
+    """How a kernel for Hopper copies its blocks, as its code says."""
+    if "cp.async.bulk.tensor" not in compiled.asm["ptx"]:
+        return THREADS
+    # With own warps the multiplying ones get the registers that those give up.
+    return TMA_WARPS if "setmaxnreg" in compiled.asm["ptx"] else TMA
+
+
+@pytest.mark.parametrize("parts", ["gate", "halves", "pairs"])
+def test_every_option_compiles_for_the_copy_engine(
+    parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases, clamps, a weight on the input, sizes that no block divides."""
+    device = DEVICES["cuda:90"]
+    shape = Shape(
+        num_experts=13,
+        top_k=1,
+        hidden_size=1096,
+        intermediate_size=424,
+        dtype="float16",
+        is_gated=parts != "gate",
+    )
+    activation = "swigluoai" if shape.is_gated else "gelu_no_mul"
+    call = meta_call(shape, 4096, activation=activation, bias=True)
+    call = call._replace(interleaved=parts == "pairs", weight_on_input=True)
+    for parameters in rows_that_copy_otherwise(device, shape):
+        if parameters.block_m == 128:
+            for launch in launches(parameters, call, monkeypatch):
+                compiled = launch.compile_for("cuda:90")
+                if launch.kernel.__name__ == "down":
+                    assert copies_of(compiled) == parameters.down.copies
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "copies"),
+    [(1, 8, THREADS), (33, 64, THREADS), (2049, 4096, THREADS), (2049, 4096, TMA_WARPS)],
+)
+def test_one_binary_serves_a_bucket(
+    first: int, last: int, copies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that a graph can be captured for a T that was never seen, once its bucket was."""
     device = DEVICES["cuda:90"]
-    row = fitted(default_parameters(device, QWEN3, last), device, QWEN3)
+    row = next(row for row in candidates(device, QWEN3, last) if row.down.copies == copies)
     binaries = {
         tuple(launch.source().hash() for launch in launches(row, meta_call(QWEN3, n), monkeypatch))
         for n in (first, first + 1, (first + last) // 2, last - 1, last)

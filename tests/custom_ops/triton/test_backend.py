@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cmoe.custom_ops.backends import LayerSpec, choose_backend, list_backends
-from cmoe.custom_ops.triton import BACKEND, parameters
+from cmoe.custom_ops.triton import BACKEND, tuned
 from cmoe.errors import UnsupportedError
 
 ON_GPU = LayerSpec(
@@ -104,10 +104,10 @@ def test_a_bad_file_of_parameters_stops_the_build_of_a_layer(
     path = tmp_path / "parameters.json"
     path.write_text("[]")
     monkeypatch.setenv("CMOE_TRITON_PARAMETERS", str(path))
-    parameters.user_table.cache_clear()
+    tuned.user_table.cache_clear()
     with pytest.raises(ValueError, match="not a file of Triton parameters"):
         BACKEND.kernels()
-    parameters.user_table.cache_clear()
+    tuned.user_table.cache_clear()
 
 
 def test_judging_imports_no_triton() -> None:

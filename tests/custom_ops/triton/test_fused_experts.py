@@ -14,7 +14,16 @@ from torch import Tensor
 
 from cmoe.activation import ACTIVATIONS
 from cmoe.custom_ops.fused_experts import SCHEMA
-from cmoe.custom_ops.triton.parameters import ROWS_ALONE, Device, Parameters, Tile
+from cmoe.custom_ops.triton.parameters import (
+    ROWS_ALONE,
+    THREADS,
+    TMA,
+    TMA_WARPS,
+    Device,
+    Parameters,
+    Tile,
+    refusal,
+)
 from tests.custom_ops.cases import H, I, Problem, cases, check, inside_nan, problem, strided
 from tests.oracle import GATED, naive_experts
 
@@ -237,6 +246,77 @@ def test_parameters_change_only_the_rounding(
         check(run_on(kernel_device, row), p)
 
 
+def aligned_problem(dtype: torch.dtype, parts: str, top_k: int = 2) -> Problem:
+    """Rows of multiples of 16 bytes that blocks of 16 do not divide; slots without an expert."""
+    hidden, intermediate = 40, 24
+    rows = intermediate if parts == "gate" else 2 * intermediate
+    activation = "gelu_no_mul" if parts == "gate" else "swigluoai"
+    p = problem(19, 5, top_k, dtype=dtype, activation=activation)
+    return p.but(
+        x=torch.randn(19, hidden).to(dtype),
+        w13=(torch.randn(5, rows, hidden) / hidden**0.5).to(dtype),
+        w2=(torch.randn(5, hidden, intermediate) / intermediate**0.5).to(dtype),
+        topk_ids=torch.where(torch.rand(19, top_k) < 0.1, -1, p.topk_ids),
+        expert_map=torch.tensor([-1, 2, 0, 4, 3], dtype=torch.int32),
+        w13_bias=torch.randn(5, rows).to(dtype),
+        w2_bias=torch.randn(5, hidden).to(dtype),
+        interleaved=parts == "pairs",
+        apply_router_weight_on_input=top_k == 1,
+    )
+
+
+def other_copies(num_programs: int | None, gate_up: str, down: str) -> Parameters:
+    """As `PATHS["sorted"]`, but for how blocks are copied, which program does which tile."""
+    first, second = (
+        dataclasses.replace(SORTED, num_warps=4, copies=copies, num_programs=num_programs)
+        for copies in (gate_up, down)
+    )
+    block_m = 128 if down == TMA_WARPS else 16
+    return Parameters(block_m=block_m, group_m=2, gate_up=first, down=second)
+
+
+OTHER_COPIES = (
+    other_copies(3, THREADS, THREADS),
+    other_copies(1000, THREADS, TMA),
+    other_copies(None, TMA, TMA),
+    other_copies(3, TMA, TMA),
+    other_copies(3, TMA, TMA_WARPS),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", ["gate", "halves", "pairs"])
+def test_copies_and_programs_change_no_bit(
+    kernel_device: torch.device, parts: str, dtype: torch.dtype
+) -> None:
+    device = device_of(kernel_device)
+    if kernel_device.type == "cpu":  # the interpreter has descriptors of blocks
+        device = dataclasses.replace(device, capability=(9, 0))
+    for top_k in (1, 2):
+        p = aligned_problem(dtype, parts, top_k)
+        plain = other_copies(None, THREADS, THREADS)
+        expected = {
+            block_m: run_on(kernel_device, dataclasses.replace(plain, block_m=block_m))(
+                *p.arguments()
+            )
+            for block_m in (16, 128)  # tensor cores have one instruction for few rows, one for many
+        }
+        for row in OTHER_COPIES:
+            if refusal(row, device, Call(*p.arguments()).shape()) is None:
+                y = run_on(kernel_device, row)(*p.arguments())
+                assert torch.equal(y, expected[row.block_m]), row
+
+
+def test_whether_rows_are_aligned_is_told_of_every_operand() -> None:
+    p = aligned_problem(torch.bfloat16, "halves")
+    assert Call(*p.arguments()).shape().is_aligned
+    beside = torch.zeros(p.w2.numel() + 1, dtype=torch.bfloat16)[1:].view(p.w2.shape)
+    wide = torch.zeros(5, 48, 44, dtype=torch.bfloat16)[:, :, :40]
+    thin = dict(w13=p.w13[:, :40], w2=torch.zeros(5, 40, 24, dtype=torch.bfloat16)[:, :, :20])
+    for changes in (dict(w2=beside), dict(w13=wide), thin):
+        assert not Call(*p.but(**changes).arguments()).shape().is_aligned
+
+
 @BOTH_PATHS
 def test_two_runs_give_the_same_bits(kernel_device: torch.device, path: str) -> None:
     arguments = problem(9, dtype=torch.bfloat16).arguments()
@@ -312,6 +392,28 @@ def test_doubles_are_refused() -> None:
 
 def test_device_of_a_cpu_is_the_interpreter() -> None:
     assert device_of(torch.device("cpu")) == Device(name="interpreter", shared_bytes=2**18)
+
+
+class FakeProperties:
+    """Of an H200, as torch tells them; HIP builds of torch have no `optin`."""
+
+    name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
+    shared_memory_per_block, shared_memory_per_block_optin = 49152, 232448
+
+
+@pytest.mark.parametrize("hip", [None, "7.1"])
+def test_device_of_a_gpu(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: FakeProperties)
+    told = device_of.__wrapped__(torch.device("cuda", 0))
+    if hip is None:
+        assert told == Device(
+            name="NVIDIA H200", shared_bytes=232448, capability=(9, 0), num_processors=132
+        )
+    else:
+        assert told == Device(
+            name="NVIDIA H200", shared_bytes=49152, is_hip=True, num_processors=132
+        )
 
 
 def test_the_choice_is_kept_by_bucket() -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.runtime import _allocation
 
 from cmoe.custom_ops.triton import launch
 
@@ -61,6 +67,32 @@ def test_outside_a_capture_only_the_device_counts(monkeypatch: pytest.MonkeyPatc
 
 def test_the_interpreter_needs_nothing() -> None:
     assert isinstance(launch.launching(torch.device("cpu")), nullcontext)
+
+
+def test_scratch_comes_from_torch_for_these_launches_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton's launcher asks the allocator of its context; others keep theirs."""
+    asked: list[tuple[int, str]] = []
+
+    def empty(size: int, dtype: torch.dtype, device: str) -> int:
+        asked.append((size * dtype.itemsize, device))
+        return size
+
+    def theirs(size: int, alignment: int, stream: int | None) -> None:
+        raise AssertionError("their allocator was asked")
+
+    def launches() -> None:
+        monkeypatch.setattr(torch, "empty", empty)
+        launch.with_scratch(lambda: _allocation._allocator.get()(256, 128, None))
+        assert _allocation._allocator.get() is theirs
+
+    def in_a_context_of_its_own() -> None:
+        triton.set_allocator(theirs)
+        launches()
+
+    contextvars.copy_context().run(in_a_context_of_its_own)
+    assert asked == [(256, "cuda")]
 
 
 @pytest.mark.gpu
