@@ -46,6 +46,8 @@ def gate_up_alone(
     w_rows = w_rows.to(tl.int64)
 
     k = tl.arange(0, BLOCK_K)
+    stride_xh = tl.cast(stride_xh, tl.int64)
+    stride_wk = tl.cast(stride_wk, tl.int64)
     x_ptrs = x_ptr + token * stride_xt + k * stride_xh
     w_ptrs = w13_ptr + expert * stride_we + w_rows[:, None] * stride_wn + k[None, :] * stride_wk
     gates = tl.zeros([WIDTH, BLOCK_K], tl.float32)
@@ -113,6 +115,7 @@ def down_alone(
     exists = columns < hidden
     w_rows = columns.to(tl.int64)
     k = tl.arange(0, BLOCK_K)
+    stride_wk = tl.cast(stride_wk, tl.int64)
     y = tl.zeros([BLOCK_N], tl.float32)
     for first in tl.static_range(0, TOP_K, SLOTS):
         slots = first + tl.arange(0, SLOTS)

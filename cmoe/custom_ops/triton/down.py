@@ -50,6 +50,7 @@ def down(
             [1, BLOCK_N, BLOCK_K],
         )
     k = tl.arange(0, BLOCK_K)
+    stride_wk = tl.cast(stride_wk, tl.int64)
     # A loop that has one step for certain costs no registers: the compiler unrolls it.
     for step in tl.range(0, tl.cdiv(left, tl.num_programs(0)) if PERSISTENT else 1):
         number = tl.program_id(0) + step * tl.num_programs(0)

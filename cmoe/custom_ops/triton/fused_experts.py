@@ -129,6 +129,8 @@ def fused_experts_with(parameters: Parameters, call: Call) -> Tensor:
     check_weights(x, call.w13, call.w2, call.w13_bias, call.w2_bias, call.activation)
     check_routing(x, call.topk_weights, call.topk_ids, call.expert_map, call.weight_on_input)
     _check_operands(call)
+    if 0 in (*call.topk_ids.shape, call.w2.shape[0]):  # nobody has anything to say
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel() > 0:
         run = _run_alone if parameters.block_m == ROWS_ALONE else _run_sorted

@@ -250,7 +250,7 @@ def default_parameters(device: Device, shape: Shape, bucket: int) -> Parameters:
             gate_up=Tile(block_n=block_n, block_k=block_k, num_warps=4, num_stages=1),
             down=Tile(block_n=block_n, block_k=block_k, num_warps=8, num_stages=1),
         )
-    return _by_rows(device, shape, _power_of_two_from(-(-rows // shape.num_experts)))
+    return _by_rows(device, shape, _power_of_two_from(-(-rows // max(shape.num_experts, 1))))
 
 
 def _by_rows(device: Device, shape: Shape, block_m: int) -> Parameters:

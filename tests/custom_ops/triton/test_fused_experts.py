@@ -86,6 +86,22 @@ def test_with_the_default_parameters(
     check(run_on(kernel_device), problem(num_tokens, 7, dtype=dtype))
 
 
+@pytest.mark.parametrize(("num_experts", "top_k"), [(0, 1), (4, 0)])
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_without_experts_or_without_slots(
+    kernel_device: torch.device, num_tokens: int, num_experts: int, top_k: int
+) -> None:
+    p = problem(num_tokens).but(
+        w13=torch.zeros(num_experts, 2 * I, H),
+        w2=torch.zeros(num_experts, H, I),
+        w13_bias=None,
+        w2_bias=None,
+        topk_weights=torch.ones(num_tokens, top_k),
+        topk_ids=torch.full((num_tokens, top_k), -1, dtype=torch.int32),
+    )
+    assert not check(run_on(kernel_device), p).any()
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_random_shapes(kernel_device: torch.device, seed: int) -> None:
     choose = random.Random(seed)
