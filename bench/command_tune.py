@@ -45,6 +45,7 @@ def execute(options: argparse.Namespace) -> int:
         print(f"tune: left out, the Triton kernels do not run here: {reason}")
         return 0
     from cmoe.custom_ops.triton.parameters import bucket_of
+    from cmoe.custom_ops.triton.tuned import read_file
     from cmoe.environment import triton_parameters_file
 
     torch.set_grad_enabled(False)
@@ -52,6 +53,8 @@ def execute(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("tune: Triton's interpreter runs the kernels; its times say nothing about a GPU")
     path = options.out or triton_parameters_file()
+    if path.exists():
+        read_file(path)  # a mistake in it is told now, not after the first measurement
     findings = _findings(
         shape,
         options.dtype,

@@ -24,6 +24,10 @@ rm -f "$FOLDER"/{report.md,headline.json,parameters.json,*.log}
 # Without the project's settings, which ask for a pytest that may not be there.
 PYTEST=("$PYTHON" -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . --import-mode importlib
     --disable-warnings)
+# N processes, each with its share of the tests.
+SHARED='
+seq 0 $(($1 - 1)) | xargs -P "$1" -I{} "${@:2}" --share "{}/$1"
+'
 VERIFIED='
 import sys
 from pathlib import Path
@@ -36,9 +40,8 @@ sys.exit(not cells or any(cell.error for cell in cells))
 if "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
     WHERE=gpu
     ENVIRONMENT=(env CXX=none) # building the CPU kernels would take the time of a table
-    # Compiling is most of what the tests do, so they run beside each other where that can be.
-    if "$PYTHON" -c 'import xdist' 2>/dev/null; then WORKERS=(-n 12); else WORKERS=(); fi
-    TESTS=(tests/custom_ops/triton -k "not aot and not interpreter" "${WORKERS[@]}")
+    WORKERS=12 # compiling is most of what the tests do
+    TESTS=(tests/custom_ops/triton -k "not aot and not interpreter")
     CAPTURES=(tests/test_cudagraph.py tests/test_overlap.py tests/bench -m gpu)
     CUDAGRAPH=(--tokens 1 64 4096 --impl cmoe:auto)
     HEADLINE=(headline --seconds 0.25)
@@ -47,6 +50,7 @@ else
     WHERE=interpreter
     ENVIRONMENT=()
     export TRITON_INTERPRET=1
+    WORKERS=2
     TESTS=(tests/custom_ops/triton/test_route.py -k "ties or mistakes")
     CAPTURES=(tests/test_cudagraph.py tests/test_overlap.py -m gpu)
     CUDAGRAPH=()
@@ -80,7 +84,7 @@ step() {
 }
 
 step environment 60 "${ENVIRONMENT[@]}" "$PYTHON" -c 'from cmoe.cli import main; main(["env"])'
-step tests 140 "${PYTEST[@]}" "${TESTS[@]}"
+step tests 140 bash -c "$SHARED" shared "$WORKERS" "${PYTEST[@]}" "${TESTS[@]}"
 step captures 100 "${PYTEST[@]}" "${CAPTURES[@]}"
 step headline 220 "$PYTHON" -m bench run "${HEADLINE[@]}" --out "$FOLDER/headline.json"
 step verified 20 "$PYTHON" -c "$VERIFIED" "$FOLDER/headline.json"
@@ -98,7 +102,7 @@ step tune "$((LEFT + 15))" "$PYTHON" -m bench tune "${TUNE[@]}" \
     printf '%s\n' "${SUMMARY[@]}"
     printf '\n## Environment\n\n```\n%s\n```\n' "$(cat "$FOLDER/environment.log")"
     for name in tests captures; do
-        printf '\n## %s\n\n```\n%s\n```\n' "$name" "$(tail -n 25 "$FOLDER/$name.log" 2>/dev/null)"
+        printf '\n## %s\n\n```\n%s\n```\n' "$name" "$(tail -n 40 "$FOLDER/$name.log" 2>/dev/null)"
     done
     printf '\n## Headline\n\n'
     if [[ -f $FOLDER/headline.json ]]; then

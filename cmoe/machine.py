@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import cmoe
-from cmoe.custom_ops.backends import LayerSpec, explain_backends
+from cmoe.custom_ops.backends import LayerSpec, explain_backends, list_backends
 from cmoe.environment import cache_dir, cxx_compiler, triton_parameters_file
 
 _FLAGS = (
@@ -25,13 +25,18 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def describe() -> str:
-    """Versions, processor, devices, compiler, then every backend with its reasons."""
+    """Versions, processor, devices, compiler, every backend: its reasons, where it could run."""
     lines = [f"{name:<13}{text}" for name, text in _facts()]
     for device in devices():
         spec = typical_layer(device)
         lines += ["", f"backends for {spec}, in the order of preference:"]
         for name, reasons in explain_backends(spec).items():
             lines.append(f"  {name:<11}{'can run' if not reasons else 'no: ' + '; '.join(reasons)}")
+    for backend in list_backends():
+        if kinds := backend.could_run():
+            width = max(len(kind) for kind, _ in kinds) + 2
+            lines += ["", f"what {backend.name} could run on, here or elsewhere:"]
+            lines += [f"  {kind:<{width}}{what}" for kind, what in kinds]
     return "\n".join(lines)
 
 

@@ -18,12 +18,26 @@ SEED = 20260
 NUM_THREADS = 2
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        metavar="I/N",
+        help="of the chosen tests only number I, I + N, I + 2 N, ...: N processes share them",
+    )
+
+
 def pytest_configure() -> None:
     # On every machine the same number, so that sums are split the same way everywhere.
     torch.set_num_threads(NUM_THREADS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # behind -k, -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if share := config.getoption("share"):
+        index, number = map(int, share.split("/"))
+        mine = items[index::number]
+        config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+        items[:] = mine
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA or ROCm device")

@@ -45,6 +45,15 @@ def test_env_says_what_triton_could_do(
     out = capsys.readouterr().out
     assert f"triton file  {path} (none yet: python -m bench tune)\n" in out
     assert "compute capability 8.0 up and on ROCm devices, not on cpu (unless TRITON_INT" in out
+    for line in (
+        "what triton could run on, here or elsewhere:",
+        "  CUDA 8.0 up  bfloat16, float16, float32; blocks copied by threads",
+        "  CUDA 9.0 up  as above, or by tma where tuned rows say so",
+        "  CUDA 9.x     as above, or by tma warps where tuned rows say so",
+        "  ROCm         bfloat16, float16, float32; blocks copied by threads",
+        "  CPU          in Triton's interpreter, to try it out: TRITON_INTERPRET=1",
+    ):
+        assert f"\n{line}\n" in out
     path.touch()
     main(["env"])
     assert f"triton file  {path}\n" in capsys.readouterr().out

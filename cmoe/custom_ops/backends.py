@@ -67,6 +67,10 @@ class Backend(ABC):
     def kernels(self) -> Kernels:
         """The kernels; called only after `refuses` returned nothing."""
 
+    def could_run(self) -> tuple[tuple[str, str], ...]:
+        """(kind of device, what runs there), on this machine or another; none: on any device."""
+        return ()
+
 
 class ReferenceBackend(Backend):
     """Plain torch: any device, any float dtype, any shape."""

@@ -14,6 +14,24 @@ from bench.record import load
 REPOSITORY = Path(__file__).parents[2]
 
 
+def collected(*flags: str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *flags, "tests/bench/test_verdict.py"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_processes_that_share_the_tests_run_each_once() -> None:
+    whole = collected("-k", "not faster")
+    shares = [collected("-k", "not faster", "--share", f"{index}/2") for index in range(2)]
+    assert [shares[number % 2][number // 2] for number in range(len(whole))] == whole
+    assert min(map(len, shares)) > 0
+
+
 @pytest.mark.slow
 def test_every_step_works_in_the_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")

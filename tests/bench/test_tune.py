@@ -232,6 +232,17 @@ def test_where_the_kernels_do_not_run_it_says_so(
     )
 
 
+def test_a_damaged_file_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "parameters.json"
+    path.write_text('{"H200": ')
+    monkeypatch.setattr(command_tune, "unavailable", lambda: None)
+    assert main(["tune", "--out", str(path)]) == 2
+    assert f"{path} is not a file of Triton parameters: Expecting value" in capsys.readouterr().err
+    assert path.read_text() == '{"H200": '
+
+
 def test_an_unknown_shape_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--shape", "gpt-5"]) == 2
     assert "unknown shape 'gpt-5'" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import torch
 
 from cmoe.activation import ACTIVATIONS
 from cmoe.custom_ops.backends import Backend, Kernels, LayerSpec
+from cmoe.custom_ops.triton.parameters import THREADS, TMA, TMA_CAPABILITY, TMA_WARPS
 from cmoe.custom_ops.triton.tuned import user_table
 from cmoe.environment import triton_is_interpreted
 
@@ -42,11 +43,26 @@ class TritonBackend(Backend):
         user_table()
         return Kernels(fused_experts, route)
 
+    def could_run(self) -> tuple[tuple[str, str], ...]:
+        """Each kind of device, with how blocks can be copied there; Triton is not imported."""
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        return (
+            (f"CUDA {_text(OLDEST_CAPABILITY)} up", f"{dtypes}; blocks copied by {THREADS}"),
+            (f"CUDA {_text(TMA_CAPABILITY)} up", f"as above, or by {TMA} where tuned rows say so"),
+            (f"CUDA {TMA_CAPABILITY[0]}.x", f"as above, or by {TMA_WARPS} where tuned rows say so"),
+            ("ROCm", f"{dtypes}; blocks copied by {THREADS}"),
+            ("CPU", "in Triton's interpreter, to try it out: TRITON_INTERPRET=1"),
+        )
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
 
 def _refuses_device(device: torch.device) -> str | None:
     if device.type == "cpu" and triton_is_interpreted():
         return None
-    oldest = ".".join(map(str, OLDEST_CAPABILITY))
+    oldest = _text(OLDEST_CAPABILITY)
     if device.type != "cuda":
         interpreter = " (unless TRITON_INTERPRET=1)" if device.type == "cpu" else ""
         return (
@@ -57,8 +73,7 @@ def _refuses_device(device: torch.device) -> str | None:
         return "torch finds no CUDA or ROCm device"
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < OLDEST_CAPABILITY:
-        have = ".".join(map(str, capability))
-        return f"needs compute capability {oldest} up, {device} has {have}"
+        return f"needs compute capability {oldest} up, {device} has {_text(capability)}"
     return None
 
 

@@ -25,6 +25,10 @@ COPIES = (THREADS, TMA, TMA_WARPS)
 """How blocks come into shared memory: each thread copies its share; the tensor memory accelerator
 (TMA), a copy engine, moves whole blocks; it is told to by warps that do nothing else."""
 
+TMA_CAPABILITY = (9, 0)
+"""The oldest with that engine. Own warps are made for this generation alone: the next ones multiply
+in another way."""
+
 _OWN_WARPS_ROWS, _OWN_WARPS_NUM_WARPS = 128, 4
 """What Triton 3.6 to 3.8 make two groups of multiplying warps of, each with half of the rows. With
 64 rows both groups do the same work; with 8 warps there are no groups; a program of one tile, which
@@ -71,7 +75,7 @@ class Device:
 
     def has_tma(self) -> bool:
         """Whether there is a copy engine for blocks."""
-        return self.capability >= (9, 0)
+        return self.capability >= TMA_CAPABILITY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,11 +222,10 @@ def refusal(parameters: Parameters, device: Device, shape: Shape) -> str | None:
     if copies == {THREADS}:
         return None
     named = " or ".join(repr(way) for way in COPIES if way in copies - {THREADS})
+    have = ".".join(map(str, device.capability)) if any(device.capability) else "none"
     if not device.has_tma():
-        have = ".".join(map(str, device.capability)) if device.capability[0] else "none"
         return f"copies {named} need compute capability 9.0 up, {device.name} has {have}"
-    if TMA_WARPS in copies and device.capability[0] != 9:
-        have = ".".join(map(str, device.capability))
+    if TMA_WARPS in copies and device.capability[0] != TMA_CAPABILITY[0]:
         return f"copies {TMA_WARPS!r} are made for compute capability 9, {device.name} has {have}"
     if shape.is_transposed:
         return f"copies {named} need weights that lie as [E, N, K]"

@@ -74,8 +74,11 @@ def write_file(path: Path, table: Table) -> None:
             blocks.append(f"    {json.dumps(shape)}: {{\n" + ",\n".join(lines) + "\n    }")
         devices.append(f"  {json.dumps(device)}: {{\n" + ",\n".join(blocks) + "\n  }")
     written = path.with_name(f"{path.name}.{os.getpid()}.new")
-    written.write_text("{\n" + ",\n".join(devices) + "\n}\n")
-    written.replace(path)
+    try:
+        written.write_text("{\n" + ",\n".join(devices) + "\n}\n")
+        written.replace(path)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def read_file(path: Path) -> Table:

@@ -131,3 +131,4 @@ def test_a_reader_finds_the_former_file_or_the_new_one(
     with pytest.raises(OSError, match="No space"):
         write_file(users_file, {HOPPER.name: {str(QWEN3): {32: ROW}}})
     assert users_file.read_text() == former
+    assert list(users_file.parent.iterdir()) == [users_file]
