@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from cmoe.custom_ops.triton.parameters import (
+    COPIES,
     THREADS,
     TMA,
     TMA_WARPS,
@@ -24,8 +26,11 @@ from cmoe.environment import triton_is_interpreted
 pytest.importorskip("triton")
 
 from triton.compiler import CompiledKernel
+from triton.runtime import _allocation
+from triton.runtime.jit import JITFunction
 
 from cmoe.custom_ops.triton.fused_experts import Call, fused_experts_with
+from cmoe.custom_ops.triton.launch import _scratch
 from tests.custom_ops.triton.aot import Launch, launches_of, resources_of
 
 pytestmark = [
@@ -214,6 +219,29 @@ def test_rows_that_copy_otherwise_fit(
             assert taken.shared_bytes <= bound <= device.shared_bytes, where
             if target == "cuda:90":
                 assert copies_of(compiled) == tile.copies, where
+
+
+@pytest.mark.parametrize("copies", COPIES)
+def test_kernels_that_describe_blocks_have_memory_for_it(
+    copies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 256 bytes a program, from torch; other kernels ask for none."""
+    device, call = DEVICES["cuda:90"], meta_call(QWEN3, 4096)
+    row = next(row for row in candidates(device, QWEN3, 4096) if row.down.copies == copies)
+    allocators = []
+
+    def record(kernel: JITFunction, *arguments: Any, **options: Any) -> None:
+        allocators.append(_allocation._allocator.get())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(JITFunction, "run", record)
+        fused_experts_with(row, call)
+    assert len(allocators) == 5
+    assert {allocator is _scratch for allocator in allocators} == {copies != THREADS}
+    for launch in launches(row, call, monkeypatch):
+        asked = launch.compile_for("cuda:90").metadata.global_scratch_size
+        describes = copies != THREADS and launch.kernel.__name__ in ("gate_up", "down")
+        assert (0 < asked <= 256) if describes else (asked == 0)
 
 
 def copies_of(compiled: CompiledKernel) -> str:
