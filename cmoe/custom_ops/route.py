@@ -29,6 +29,7 @@ class Formula(NamedTuple):
     scoring_func: str
     softmax_after_topk: bool
     renormalize: bool
+    renormalize_epsilon: float
     num_expert_group: int
     topk_group: int
     scaling: float

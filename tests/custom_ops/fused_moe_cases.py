@@ -19,6 +19,7 @@ NUM_EXPERTS, TOP_K = 8, 3
 
 FORMULAS: Mapping[str, Mapping[str, Any]] = {
     "softmax": {"renormalize": True},
+    "LFM2": {"scoring_func": "sigmoid", "renormalize": True, "renormalize_epsilon": 0.125},
     "softmax after": {"softmax_after_topk": True},
     "grouped, biased": {
         "scoring_func": "sigmoid",

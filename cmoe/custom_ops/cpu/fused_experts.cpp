@@ -239,8 +239,8 @@ TORCH_LIBRARY(cmoe_cpu, m) {
       {at::Tag::needs_exact_strides});
   m.def(
       "fused_moe(Tensor x, Tensor logits, Tensor? bias, int top_k, str scoring_func,"
-      " bool softmax_after_topk, bool renormalize, int num_expert_group, int topk_group,"
-      " float scaling, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias,"
+      " bool softmax_after_topk, bool renormalize, float renormalize_epsilon,"
+      " int num_expert_group, int topk_group, float scaling, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias,"
       " Tensor? expert_map, str activation, float alpha, float? limit, bool interleaved,"
       " bool apply_router_weight_on_input) -> Tensor",
       {at::Tag::needs_exact_strides});

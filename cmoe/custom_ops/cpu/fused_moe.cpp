@@ -9,7 +9,8 @@ namespace {
 at::Tensor fused_moe(const at::Tensor& x, const at::Tensor& logits,
                      const std::optional<at::Tensor>& bias, int64_t top_k,
                      c10::string_view scoring_func, bool softmax_after_topk, bool renormalize,
-                     int64_t num_expert_group, int64_t topk_group, double scaling,
+                     double renormalize_epsilon, int64_t num_expert_group, int64_t topk_group,
+                     double scaling,
                      const at::Tensor& w13, const at::Tensor& w2,
                      const std::optional<at::Tensor>& w13_bias,
                      const std::optional<at::Tensor>& w2_bias,
@@ -17,7 +18,8 @@ at::Tensor fused_moe(const at::Tensor& x, const at::Tensor& logits,
                      double alpha, std::optional<double> limit, bool interleaved,
                      bool apply_router_weight_on_input) {
   const auto [weights, ids] = route(logits, bias, top_k, scoring_func, softmax_after_topk,
-                                    renormalize, num_expert_group, topk_group, scaling);
+                                    renormalize, renormalize_epsilon, num_expert_group, topk_group,
+                                    scaling);
   return fused_experts(x, w13, w2, weights, ids, w13_bias, w2_bias, expert_map, activation, alpha,
                        limit, interleaved, apply_router_weight_on_input);
 }

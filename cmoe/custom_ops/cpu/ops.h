@@ -11,8 +11,9 @@ namespace cmoe {
 std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits,
                                          const std::optional<at::Tensor>& bias, int64_t top_k,
                                          c10::string_view scoring_func, bool softmax_after_topk,
-                                         bool renormalize, int64_t num_expert_group,
-                                         int64_t topk_group, double scaling);
+                                         bool renormalize, double renormalize_epsilon,
+                                         int64_t num_expert_group, int64_t topk_group,
+                                         double scaling);
 
 at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
                          const at::Tensor& topk_weights, const at::Tensor& topk_ids,

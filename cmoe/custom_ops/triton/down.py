@@ -27,9 +27,8 @@ def down(
 
     a: [R, I], contiguous, in sorted order; w2: [E, H, I]; bias: [E, H] or None; rows: [R, H],
     contiguous, in the order of the routing: token by token. IS_EVEN: blocks divide both H and I.
-    TMA: a, w2 go through the copy engine; rows of w2 are contiguous then. OWN_WARPS: warps of
-    their own tell it what to copy. PERSISTENT: a program goes on until no
-    tile is left for it.
+    PERSISTENT: a program goes on until no tile is left for it. TMA: a, w2 go through the copy
+    engine; rows of w2 are contiguous then. OWN_WARPS: warps of their own tell it what to copy.
     """
     num_tiles = tl.load(tiles_ptr)
     num_columns = tl.cdiv(hidden, BLOCK_N)

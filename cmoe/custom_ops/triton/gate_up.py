@@ -29,9 +29,8 @@ def gate_up(
 
     x: [T, H]; w13: [E, N, H]; bias: [E, N] or None; a: [R, I], contiguous, in sorted order.
     PARTS: w13 has rows of the "gate" alone, of gate then up in "halves", up_offset apart, or
-    alternating in "pairs". IS_EVEN: blocks divide both H and I. TMA: w13 goes through the copy
-    engine; its rows are contiguous then. PERSISTENT: a program goes on until no
-    tile is left for it.
+    alternating in "pairs". IS_EVEN: blocks divide both H and I. PERSISTENT: a program goes on until
+    no tile is left for it. TMA: w13 goes through the copy engine; its rows are contiguous then.
     """
     num_tiles = tl.load(tiles_ptr)
     num_columns = tl.cdiv(intermediate, BLOCK_N)
