@@ -42,7 +42,7 @@ _KERNEL_SETS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 _KERNEL_SETS_ANYWHERE: Mapping[str, Sequence[str]] = {"generic": []}
 _OPS = ("cmoe_cpu::fused_experts", "cmoe_cpu::route", "cmoe_cpu::fused_moe", "cmoe_cpu::gate")
-_TORCH_SOURCES = ("fused_experts", "route", "fused_moe", "gate", "kernel_choice")
+_TORCH_SOURCES = ("ops", "fused_experts", "route", "gate", "kernel_choice")
 
 # No contraction: every tile shape has to round alike, so a fused multiply-add is always written.
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
@@ -53,7 +53,7 @@ class BuildError(RuntimeError):
 
 
 def library(extra_flags: Sequence[str] = ()) -> Path:
-    """The compiled library, from the cache or built now (about ten seconds). Raises BuildError.
+    """The compiled library, from the cache or built now (some seconds on many cores, under 20 on two). Raises BuildError.
 
     Its name is the digest of its bytes, so that a damaged or a foreign file is never loaded: a
     truncated library would end the process with SIGBUS. Two processes may build at once: each

@@ -1,8 +1,6 @@
 // The op cmoe_cpu::fused_experts: checks its tensors, makes the plan, runs the kernel set in use.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <limits>
 
@@ -153,8 +151,7 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::
                     "); got ", slot->plan.bad_id);
   TORCH_CHECK_VALUE(in_range, "expert_map must be in [-1, ", E, "); got ", slot->plan.bad_id);
 
-  at::Tensor out =
-      at::empty({x.size(0), H}, x.options().memory_format(at::MemoryFormat::Contiguous));
+  at::Tensor out = x.new_empty({x.size(0), H});
   if (out.numel() == 0) return out;
   const at::Tensor w13 = as_matrices(w13_), w2 = as_matrices(w2_);
   const at::Tensor b13 = as_bias(w13_bias), b2 = as_bias(w2_bias);
@@ -186,10 +183,6 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::
   return out;
 }
 
-namespace {
-
-// The formula for a call's scratch, in bytes: what `slot->reserve` is asked for when every row has
-// an expert.
 int64_t fused_experts_scratch_bytes(int64_t tokens, int64_t top_k, int64_t hidden,
                                     int64_t intermediate, at::ScalarType dtype, bool as_lies,
                                     bool transposed, int64_t threads) {
@@ -209,49 +202,5 @@ int64_t fused_experts_scratch_bytes(int64_t tokens, int64_t top_k, int64_t hidde
 }
 
 int64_t release_scratch() { return slots().release(); }
-
-std::vector<std::string> kernel_sets() {
-  std::vector<std::string> names;
-  for (const Kernels* set : runnable_kernels()) names.emplace_back(set->name);
-  return names;
-}
-
-std::string use_kernel_set(c10::string_view name) {
-  const std::string before = current_kernels().name;
-  TORCH_CHECK_VALUE(use_kernels(std::string(name)), "no kernel set '", name,
-                    "' runs here; choose auto or one of ", kernel_sets());
-  return before;
-}
-
-}  // namespace
-
-TORCH_LIBRARY(cmoe_cpu, m) {
-  m.def(
-      "fused_experts(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids,"
-      " Tensor? w13_bias, Tensor? w2_bias, Tensor? expert_map,"
-      " str activation, float alpha, float? limit, bool interleaved,"
-      " bool apply_router_weight_on_input) -> Tensor",
-      {at::Tag::needs_exact_strides});
-  m.def(
-      "route(Tensor logits, Tensor? bias, int top_k, str scoring_func, bool softmax_after_topk,"
-      " bool renormalize, float renormalize_epsilon, int num_expert_group, int topk_group,"
-      " float scaling) -> (Tensor, Tensor)",
-      {at::Tag::needs_exact_strides});
-  m.def(
-      "fused_moe(Tensor x, Tensor logits, Tensor? bias, int top_k, str scoring_func,"
-      " bool softmax_after_topk, bool renormalize, float renormalize_epsilon,"
-      " int num_expert_group, int topk_group, float scaling, Tensor w13, Tensor w2, Tensor? w13_bias, Tensor? w2_bias,"
-      " Tensor? expert_map, str activation, float alpha, float? limit, bool interleaved,"
-      " bool apply_router_weight_on_input) -> Tensor",
-      {at::Tag::needs_exact_strides});
-  m.def("gate(Tensor x, Tensor weight, Tensor? bias) -> Tensor", {at::Tag::needs_exact_strides});
-  // For the tests, the benchmarks and `cmoe env`; not for graphs.
-  m.def("scratch_bytes", fused_experts_scratch_bytes);
-  m.def("release_scratch", release_scratch);
-  m.def("kernel_sets", kernel_sets);
-  m.def("use_kernel_set", use_kernel_set);
-}
-
-TORCH_LIBRARY_IMPL(cmoe_cpu, CPU, m) { m.impl("fused_experts", TORCH_FN(fused_experts)); }
 
 }  // namespace cmoe

@@ -1,12 +1,10 @@
 // The op cmoe_cpu::gate: the router's logits in fp32, from weights in the dtype that they have.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
 #include "kernel_choice.h"
+#include "ops.h"
 #include "parallel.h"
 
 namespace cmoe {
@@ -17,6 +15,8 @@ constexpr int64_t kProductsWorthAThread = 1 << 15;  // a few microseconds of wor
 at::Tensor rows_contiguous(const at::Tensor& t) {
   return t.size(1) > 1 && t.stride(1) != 1 ? t.contiguous() : t;
 }
+
+}  // namespace
 
 at::Tensor gate(const at::Tensor& x_, const at::Tensor& weight,
                 const std::optional<at::Tensor>& bias) {
@@ -29,11 +29,11 @@ at::Tensor gate(const at::Tensor& x_, const at::Tensor& weight,
   const bool known = type == at::kBFloat16 || type == at::kHalf || type == at::kFloat;
   if (!known || weight.scalar_type() != type) {
     const auto wide = c10::promoteTypes(type, at::kFloat);
-    return at::linear(x_.to(wide), weight.to(wide),
-                      bias.has_value() ? std::optional(bias->to(wide)) : std::nullopt);
+    const at::Tensor to = weight.to(wide).t();
+    return bias.has_value() ? bias->to(wide).addmm(x_.to(wide), to) : x_.to(wide).matmul(to);
   }
   const at::Tensor x = rows_contiguous(x_), w = rows_contiguous(weight);
-  at::Tensor out = at::empty({T, E}, x.options().dtype(at::kFloat));
+  at::Tensor out = x.new_empty({T, E}, at::kFloat);
   if (out.numel() == 0) return out;
   struct Call {
     GateProblem p;
@@ -62,9 +62,5 @@ at::Tensor gate(const at::Tensor& x_, const at::Tensor& weight,
   }
   return bias.has_value() ? out.add_(bias->to(at::kFloat)) : out;
 }
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(cmoe_cpu, CPU, m) { m.impl("gate", TORCH_FN(gate)); }
 
 }  // namespace cmoe

@@ -1,4 +1,4 @@
-// The kernels of the ops as functions, for the op that is made of two of them.
+// The kernels of the ops as functions.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,5 +22,14 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13, const at::T
                          const std::optional<at::Tensor>& expert_map, c10::string_view activation,
                          double alpha, std::optional<double> limit, bool interleaved,
                          bool apply_router_weight_on_input);
+
+at::Tensor gate(const at::Tensor& x, const at::Tensor& weight,
+                const std::optional<at::Tensor>& bias);
+
+// The formula for the scratch of a call of fused_experts, in bytes, when every row has an expert.
+int64_t fused_experts_scratch_bytes(int64_t tokens, int64_t top_k, int64_t hidden,
+                                    int64_t intermediate, at::ScalarType dtype, bool as_lies,
+                                    bool transposed, int64_t threads);
+int64_t release_scratch();  // frees what is idle, returns the bytes
 
 }  // namespace cmoe

@@ -1,7 +1,5 @@
 // The op cmoe_cpu::route: router logits to the weights and ids of each token's experts.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -137,8 +135,8 @@ Routing route_all(const at::Tensor& logits, const std::optional<at::Tensor>& bia
                   Router<Real> r) {
   constexpr at::ScalarType kReal = c10::CppTypeToScalarType<Real>::value;
   const int64_t T = logits.size(0);
-  const Routing out{at::empty({T, r.top_k}, logits.options().dtype(kReal)),
-                    at::empty({T, r.top_k}, logits.options().dtype(at::kInt))};
+  const Routing out{logits.new_empty({T, r.top_k}, kReal),
+                    logits.new_empty({T, r.top_k}, at::kInt)};
   at::Tensor bias;
   if (bias_.has_value()) {
     bias = bias_->to(kReal).contiguous();
@@ -237,7 +235,5 @@ std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits_,
                         " ", logits.sizes());
   }
 }
-
-TORCH_LIBRARY_IMPL(cmoe_cpu, CPU, m) { m.impl("route", TORCH_FN(route)); }
 
 }  // namespace cmoe
