@@ -31,8 +31,16 @@ from bench.timing import CacheFlush, CudaCacheFlush, NoFlush
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the flags."""
     parser = commands.add_parser("run", help=__doc__.partition(": ")[2])
-    parser.add_argument("suite", nargs="?", default="headline", help="a suite (default: headline)")
-    parser.add_argument("--shape", nargs="+", help="named shapes, or sizes as E16K4H256I128")
+    parser.add_argument(
+        "suite",
+        nargs="?",
+        default="headline",
+        help=f"{', '.join(suites.suites(cuda=torch.cuda.is_available()))}, small-layer"
+        " (default: headline)",
+    )
+    parser.add_argument(
+        "--shape", nargs="+", help=f"sizes as E16K4H256I128, or {', '.join(shapes.SHAPES)}"
+    )
     parser.add_argument("--tokens", nargs="+", type=int, help="batch sizes T")
     parser.add_argument("--dtype", nargs="+", choices=tuple(shapes.DTYPES))
     parser.add_argument("--impl", nargs="+", help=f"implementations: {', '.join(PEERS)}")

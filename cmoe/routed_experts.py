@@ -260,7 +260,7 @@ class RoutedExperts(PluggableLayer):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        state = self.__dict__.copy()
         del state["kernels"]  # Chosen anew where the copy lives.
         return state
 

@@ -90,7 +90,7 @@ class TopKRouter(FusedMoERouter):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        state = self.__dict__.copy()
         del state["_route"]  # The runner hands in the kernels of the place where the copy lives.
         return state
 
