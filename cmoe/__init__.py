@@ -7,7 +7,7 @@ from cmoe.errors import LoadError, UnsupportedError
 from cmoe.expert_map import ExpertMapManager
 from cmoe.gate import GateLinear
 from cmoe.layer import FusedMoE
-from cmoe.load_report import LoadReport
+from cmoe.loading.report import LoadReport
 from cmoe.pluggable import PluggableLayer
 from cmoe.routed_experts import RoutedExperts
 from cmoe.router import (

@@ -16,9 +16,9 @@ from cmoe.custom_ops.backends import Kernels, LayerSpec, select_kernels
 from cmoe.custom_ops.fused_experts import Experts
 from cmoe.errors import LoadError
 from cmoe.expert_map import ExpertMapManager
-from cmoe.expert_names import ExpertTensorName, parse_expert_name
-from cmoe.load_report import Homes, LoadReport, NamedTensors, load_tensors
-from cmoe.load_write import Write
+from cmoe.loading.expert_names import ExpertTensorName, parse_expert_name
+from cmoe.loading.report import Homes, LoadReport, NamedTensors, load_tensors
+from cmoe.loading.write import Write
 from cmoe.pluggable import PluggableLayer
 from cmoe.quant.table import make_quant_method
 from cmoe.quant.unquantized import Unquantized

@@ -19,7 +19,7 @@ from cmoe.custom_ops.registration import asks_for_derivatives
 from cmoe.distributed.dispatch import Dispatcher, LocalDispatcher
 from cmoe.gate import GateLinear
 from cmoe.layer_state import has_buffers, has_hooks, runs_only, tensors_of
-from cmoe.load_report import Homes, LoadReport, NamedTensors, load_tensors
+from cmoe.loading.report import Homes, LoadReport, NamedTensors, load_tensors
 from cmoe.ops import moe_forward, moe_forward_shared
 from cmoe.pluggable import PluggableLayer
 from cmoe.routed_experts import RoutedExperts

@@ -18,7 +18,7 @@ from cmoe.context import (
     register_token,
 )
 from cmoe.layer_state import tensors_of, with_tensors
-from cmoe.load_report import Homes, LoadReport, NamedTensors
+from cmoe.loading.report import Homes, LoadReport, NamedTensors
 from cmoe.pluggable import PluggableLayer
 from cmoe.routing import RouterInputs
 

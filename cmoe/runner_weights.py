@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from cmoe.errors import LoadError
-from cmoe.load_report import Homes
-from cmoe.load_write import Write
+from cmoe.loading.report import Homes
+from cmoe.loading.write import Write
 from cmoe.routed_experts import RoutedExperts
 from cmoe.router.base import FusedMoERouter
 from cmoe.shared_experts import SharedExperts

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import cmoe
 from cmoe.context import get_layer_from_token
-from cmoe.load_report import Homes
-from cmoe.load_write import Write
+from cmoe.loading.report import Homes
+from cmoe.loading.write import Write
 from cmoe.ops import moe_forward
 from cmoe.routing import RouterInputs
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from cmoe.checkpoint.header import TensorInfo, check_file, read_header
 from cmoe.checkpoint.mapped import MappedTensor
 from cmoe.errors import LoadError
-from cmoe.load_report import listed
+from cmoe.loading.report import listed
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

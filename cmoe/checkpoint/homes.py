@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from cmoe.checkpoint.translate import Names
 from cmoe.errors import LoadError
-from cmoe.load_report import Homes
-from cmoe.load_write import Write
+from cmoe.loading.report import Homes
+from cmoe.loading.write import Write
 from cmoe.runner_interface import MoERunnerInterface
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from cmoe.checkpoint.translate import Names
-from cmoe.expert_names import parse_expert_name
 from cmoe.families import Family, Layout
+from cmoe.loading.expert_names import parse_expert_name
 
 Shape = tuple[int, ...]
 

@@ -17,7 +17,7 @@ from cmoe.checkpoint.translate import Names
 from cmoe.config import moe_part
 from cmoe.errors import LoadError
 from cmoe.families import Family, family_of
-from cmoe.load_report import LoadReport, judge_tensors, load_tensors
+from cmoe.loading.report import LoadReport, judge_tensors, load_tensors
 from cmoe.runner_interface import MoERunnerInterface
 
 

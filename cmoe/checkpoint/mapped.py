@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cmoe.checkpoint.header import TensorInfo
 from cmoe.errors import LoadError
-from cmoe.stored_tensor import StoredTensor
+from cmoe.loading.stored_tensor import StoredTensor
 
 
 class MappedTensor(StoredTensor):

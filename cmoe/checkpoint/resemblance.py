@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 
 from cmoe.checkpoint.translate import Names
-from cmoe.expert_names import parse_expert_name
 from cmoe.families import FAMILIES, Family
+from cmoe.loading.expert_names import parse_expert_name
 
 _BIAS = "router.e_score_correction_bias"
 

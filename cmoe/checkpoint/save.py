@@ -16,7 +16,7 @@ from cmoe.checkpoint.layouts import with_layout
 from cmoe.checkpoint.load import family_in, keys_without
 from cmoe.checkpoint.translate import Names
 from cmoe.checkpoint.write import Planned, new_folder, write_json, write_shards
-from cmoe.load_report import Homes, LoadReport
+from cmoe.loading.report import Homes, LoadReport
 
 SHARD_BYTES = 5_000_000_000
 

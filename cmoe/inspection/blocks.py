@@ -22,7 +22,7 @@ from cmoe.errors import LoadError
 from cmoe.families import Family
 from cmoe.gate import GateLinear
 from cmoe.layer import FusedMoE
-from cmoe.load_report import LoadReport
+from cmoe.loading.report import LoadReport
 from cmoe.runner import MoERunner
 
 _MAX_EXPERTS = 1 << 20

@@ -15,13 +15,13 @@ from cmoe.checkpoint.load import family_in, likeness, model_type_of
 from cmoe.config import MoEConfig, moe_part
 from cmoe.custom_ops.backends import LayerSpec, explain_backends
 from cmoe.errors import LoadError
-from cmoe.expert_names import parse_expert_name
 from cmoe.families import SWITCH_ONLY, Family
 from cmoe.inspection.bandwidth import read_gbps
 from cmoe.inspection.blocks import Kind, check_sizes, kinds_of, numberless
 from cmoe.inspection.defaults import described
 from cmoe.inspection.routing import routing_in_words
-from cmoe.load_report import listed
+from cmoe.loading.expert_names import parse_expert_name
+from cmoe.loading.report import listed
 from cmoe.machine import available_bytes, devices
 
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|embeddings?|embed)\.weight$")

@@ -24,7 +24,7 @@ from cmoe.errors import LoadError
 from cmoe.families import SWITCH_ONLY
 from cmoe.integrations.transformers.experts import register
 from cmoe.integrations.transformers.replace import replace_moe
-from cmoe.load_report import listed
+from cmoe.loading.report import listed
 
 logger = logging.getLogger("cmoe")
 

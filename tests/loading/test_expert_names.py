@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cmoe.expert_names import (
+from cmoe.loading.expert_names import (
     ExpertTensorName,
     maybe_remap_moe_expert_param_name,
     parse_expert_name,

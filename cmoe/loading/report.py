@@ -9,9 +9,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cmoe.errors import LoadError
-from cmoe.load_names import ExpectedNames
-from cmoe.load_write import Write, WrittenMemory
-from cmoe.stored_tensor import StoredTensor
+from cmoe.loading.expected_names import ExpectedNames
+from cmoe.loading.stored_tensor import StoredTensor
+from cmoe.loading.write import Write, WrittenMemory
 
 _SHOWN = 12
 _LONGEST = 200

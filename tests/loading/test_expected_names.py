@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from cmoe.load_names import ExpectedNames
+from cmoe.loading.expected_names import ExpectedNames
 
 PER_EXPERT = ("gate_proj", "up_proj", "down_proj")
 NUMBERED = ("w1", "w3", "w2")

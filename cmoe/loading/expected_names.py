@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from cmoe.expert_names import parse_expert_name, sibling_name
+from cmoe.loading.expert_names import parse_expert_name, sibling_name
 
 _NUMBER = re.compile(r"(?<![^.\[])(\d+)(?![^.\]])")
 _EXPERT_SLOT = re.compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cmoe import LoadError, LoadReport
-from cmoe.load_report import listed
+from cmoe.loading.report import listed
 
 KEYS = tuple(f"experts.{expert}.up_proj.weight" for expert in range(5000))
 
