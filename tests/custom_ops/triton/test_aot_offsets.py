@@ -102,7 +102,7 @@ def test_of_the_experts_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_of_the_router_s_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.empty(160, 7, device="meta").mT
-    options = ("sigmoid", False, True, 8, 3, 1.0)
+    options = ("sigmoid", False, True, 1e-20, 8, 3, 1.0)
     (launch,) = launches_of(
         lambda: route._route(logits, torch.empty(160, device="meta"), 6, *options), monkeypatch
     )
