@@ -7,10 +7,11 @@ the layer owns; a twin of the layer around these gives their result and leaves t
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -44,18 +45,30 @@ def has_buffers(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module in the tree calls more than its forward."""
-    return any(
-        bool(inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks)
+    return _has_any_global_hook() or any(
+        bool(
+            inner._forward_hooks
+            or inner._forward_pre_hooks
+            or inner._backward_hooks
+            or inner._backward_pre_hooks
+        )
         for inner in module.modules()
     )
 
 
-def runs_only(module: nn.Module, owner: type[nn.Module]) -> bool:
-    """Whether a call of the module is the forward of `owner`, with nothing around it."""
-    # Asked in this way the compiler sees a forward that is set on the module later.
-    forward = module.forward
-    is_own = isinstance(forward, types.MethodType) and forward.__func__ is owner.forward
-    return is_own and not has_hooks(module)
+def runs_only(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a call of the module is this forward, with nothing around it."""
+    is_plain = type(module).__call__ is nn.Module.__call__ and is_method(module.forward, forward)
+    return is_plain and not has_hooks(module)
+
+
+def is_method(bound: Callable[..., Any], function: Callable[..., Any]) -> bool:
+    """Whether `bound` is the method `function` of its object, not what was set in its place.
+
+    function: kept from before anybody could set another on its class. Asked in this way the
+    compiler sees what is set later.
+    """
+    return isinstance(bound, types.MethodType) and bound.__func__ is function
 
 
 def with_tensors(module: Layer, tensors: list[Tensor]) -> Layer:

@@ -16,6 +16,7 @@ from cmoe.custom_ops.backends import Kernels, LayerSpec, select_kernels
 from cmoe.custom_ops.fused_experts import Experts
 from cmoe.errors import LoadError
 from cmoe.expert_map import ExpertMapManager
+from cmoe.layer_state import is_method
 from cmoe.loading.expert_names import ExpertTensorName, parse_expert_name
 from cmoe.loading.report import Homes, LoadReport, NamedTensors, load_tensors
 from cmoe.loading.write import Write
@@ -70,9 +71,11 @@ class RoutedExperts(PluggableLayer):
         )
 
     def experts(self) -> Experts | None:
-        """What `forward` hands to `fused_experts`; None where the format does anything else."""
+        """What `forward` hands to the backend's `fused_experts`; None where it does otherwise."""
         method = self.quant_method
-        if not isinstance(method, Unquantized) or type(method).apply is not Unquantized.apply:
+        if not (isinstance(method, Unquantized) and is_method(method.apply, _APPLY)):
+            return None
+        if self.kernels.fused_experts is not self._fused_experts:
             return None
         return method.experts(self.config, self.weights(), self.expert_map)
 
@@ -251,6 +254,7 @@ class RoutedExperts(PluggableLayer):
             activation=self.config.activation.name,
         )
         self.kernels: Kernels = select_kernels(spec, self.config.backend)
+        self._fused_experts = self.kernels.fused_experts  # what another set later is told from
         table = self.placement.expert_map()
         self.expert_map = None if table is None else table.to(weight.device)
 
@@ -261,7 +265,7 @@ class RoutedExperts(PluggableLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["kernels"]  # Chosen anew where the copy lives.
+        del state["kernels"], state["_fused_experts"]  # Chosen anew where the copy lives.
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -275,6 +279,9 @@ class RoutedExperts(PluggableLayer):
             f"num_experts={c.num_experts}, top_k={c.top_k}, hidden_size={c.hidden_size}, "
             f"intermediate_size={c.intermediate_size}, activation={c.activation.name}"
         )
+
+
+_APPLY = Unquantized.apply  # as it is written, before anybody sets another in its place
 
 
 def _settle_loaded(experts: RoutedExperts, incompatible_keys: Any) -> None:

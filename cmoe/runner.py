@@ -18,7 +18,7 @@ from cmoe.config import MoEConfig
 from cmoe.custom_ops.registration import asks_for_derivatives
 from cmoe.distributed.dispatch import Dispatcher, LocalDispatcher
 from cmoe.gate import GateLinear
-from cmoe.layer_state import has_buffers, has_hooks, runs_only, tensors_of
+from cmoe.layer_state import has_buffers, has_hooks, is_method, runs_only, tensors_of
 from cmoe.loading.report import Homes, LoadReport, NamedTensors, load_tensors
 from cmoe.ops import moe_forward, moe_forward_shared
 from cmoe.pluggable import PluggableLayer
@@ -228,13 +228,18 @@ class MoERunner(MoERunnerInterface):
         router, kernel = self.router, self.routed_experts.kernels.fused_moe
         if kernel is None or self.shared_experts is not None:
             return None
-        if type(self.dispatcher) is not LocalDispatcher:
-            return None
         if self._scales_weights(inputs.hidden_states.dtype):
             return None
-        if not (isinstance(router, TopKRouter) and runs_only(router, TopKRouter)):
+        if not (is_method(self.forward_impl, _FORWARD_IMPL) and is_method(self._routed, _ROUTED)):
             return None
-        if not runs_only(self.routed_experts, RoutedExperts):
+        dispatch, combine = self.dispatcher.dispatch, self.dispatcher.combine
+        if not (is_method(dispatch, _DISPATCH) and is_method(combine, _COMBINE)):
+            return None
+        if not (isinstance(router, TopKRouter) and runs_only(router, _ROUTER_FORWARD)):
+            return None
+        if not (router.runs(self.routed_experts.kernels.route)):
+            return None
+        if not runs_only(self.routed_experts, _EXPERTS_FORWARD):
             return None
         experts = self.routed_experts.experts()
         if experts is None:
@@ -307,6 +312,12 @@ class MoERunner(MoERunnerInterface):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._hand_out_kernels()
+
+
+# Of our own parts as they are written, before anybody sets others in their place.
+_FORWARD_IMPL, _ROUTED = MoERunner.forward_impl, MoERunner._routed
+_DISPATCH, _COMBINE = LocalDispatcher.dispatch, LocalDispatcher.combine
+_ROUTER_FORWARD, _EXPERTS_FORWARD = TopKRouter.forward, RoutedExperts.forward
 
 
 def _check_argument(name: str, tensor: Tensor, lead: torch.Size) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from cmoe.activation import Activation, apply_activation
 from cmoe.custom_ops.grouped_mm import grouped_mm
 from cmoe.custom_ops.id_range import check_ids
-from cmoe.custom_ops.registration import define_op
+from cmoe.custom_ops.registration import define_op, of_real_calls_too
 
 SCHEMA = (
     "(Tensor x, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids,"
@@ -168,6 +168,7 @@ def check_routing(
         raise ValueError(f"apply_router_weight_on_input needs top_k = 1, got {topk_ids.shape[1]}")
 
 
+@of_real_calls_too
 def fused_experts_fake(
     x: Tensor,
     w13: Tensor,

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from cmoe.custom_ops.fused_experts import Experts, fused_experts_reference
+from cmoe.custom_ops.registration import of_real_calls_too
 from cmoe.custom_ops.route import Formula, route_reference
 
 SCHEMA = (
@@ -30,6 +31,7 @@ def fused_moe_reference(x: Tensor, logits: Tensor, *arguments: Any) -> Tensor:
     return fused_experts_reference(*experts.arguments(x, *route_reference(logits, *formula)))
 
 
+@of_real_calls_too
 def fused_moe_fake(x: Tensor, logits: Tensor, *arguments: Any) -> Tensor:
     """Shape, stride, dtype of every backend's result."""
     return x.new_empty(x.shape)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cmoe.custom_ops.registration import of_real_calls_too
+
 SCHEMA = "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
 """The one signature that every backend's op has."""
 
@@ -37,6 +39,7 @@ def _is_one_token(x: Tensor) -> bool:
     return bool(statically_known_true(x.numel() == x.shape[-1]))
 
 
+@of_real_calls_too
 def gate_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Shape, stride, dtype of every backend's result."""
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -47,6 +47,27 @@ def define_op(
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
+def of_real_calls_too(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake, which refuses a tensor on meta beside a first one that is not.
+
+    torch runs the fake of a real call as soon as one tensor is on meta; what it allocates would
+    be taken for a result.
+    """
+
+    @functools.wraps(fake)
+    def checked(x: Tensor, *arguments: Any) -> Any:
+        if x.device.type != "meta":
+            for place, argument in enumerate(arguments, start=2):
+                if isinstance(argument, Tensor) and argument.device.type == "meta":
+                    raise ValueError(
+                        f"argument {place}, {tuple(argument.shape)}, is on meta, the first one on "
+                        f"{x.device}: load what was left there"
+                    )
+        return fake(x, *arguments)
+
+    return checked
+
+
 def asks_for_derivatives(tensors: Iterable[Tensor]) -> bool:
     """Whether a call with these tensors must be differentiable, in reverse or in forward mode."""
     if forward_ad._current_level >= 0:

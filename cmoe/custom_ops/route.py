@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cmoe.custom_ops.registration import define_op
+from cmoe.custom_ops.registration import define_op, of_real_calls_too
 
 SCHEMA = (
     "(Tensor logits, Tensor? bias, int top_k, str scoring_func, bool softmax_after_topk,"
@@ -158,6 +158,7 @@ def check_route(
         )
 
 
+@of_real_calls_too
 def route_fake(
     logits: Tensor,
     bias: Tensor | None,

@@ -45,6 +45,10 @@ class TopKRouter(FusedMoERouter):
         """Takes the backend's `route`."""
         self._route: Callable[..., tuple[Tensor, Tensor]] = kernels.route
 
+    def runs(self, kernel: Callable[..., tuple[Tensor, Tensor]]) -> bool:
+        """Whether that is the `route` it was given."""
+        return self._route is kernel
+
     def forward(self, inputs: RouterInputs) -> Routing:
         """router_logits: [T, E], any float dtype."""
         return Routing(*self._route(inputs.router_logits, *self.formula()))

@@ -25,14 +25,15 @@ at::Tensor gate(const at::Tensor& x_, const at::Tensor& weight,
   const int64_t T = x_.size(0), E = weight.size(0), H = x_.size(1);
   TORCH_CHECK_VALUE(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == E),
                     "the gate's bias must be [", E, "]; got ", bias->sizes());
-  const at::ScalarType type = x_.scalar_type();
-  const bool known = type == at::kBFloat16 || type == at::kHalf || type == at::kFloat;
-  if (!known || weight.scalar_type() != type) {
-    const auto wide = c10::promoteTypes(type, at::kFloat);
+  const at::ScalarType dtype = x_.scalar_type(), wide = c10::promoteTypes(dtype, at::kFloat);
+  if (wide != at::kFloat) {
     const at::Tensor to = weight.to(wide).t();
     return bias.has_value() ? bias->to(wide).addmm(x_.to(wide), to) : x_.to(wide).matmul(to);
   }
-  const at::Tensor x = rows_contiguous(x_), w = rows_contiguous(weight);
+  // The kernels know pairs of one dtype.
+  const bool is_pair = dtype == weight.scalar_type() && (dtype == at::kBFloat16 || dtype == at::kHalf);
+  const at::ScalarType type = is_pair ? dtype : at::kFloat;
+  const at::Tensor x = rows_contiguous(x_.to(type)), w = rows_contiguous(weight.to(type));
   at::Tensor out = x.new_empty({T, E}, at::kFloat);
   if (out.numel() == 0) return out;
   struct Call {

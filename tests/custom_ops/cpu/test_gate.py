@@ -42,12 +42,13 @@ def test_sizes(sizes: tuple[int, int, int], dtype: torch.dtype, kernel_set: str)
     check(torch.randn(T, H).to(dtype), weight, torch.randn(E).to(dtype))
 
 
+@pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_token_has_the_same_logits_in_every_batch(
-    dtype: torch.dtype, threads: int, kernel_set: str
+    dtype: torch.dtype, weight_dtype: torch.dtype, threads: int, kernel_set: str
 ) -> None:
-    x, weight = torch.randn(257, 2048).to(dtype), torch.randn(61, 2048).to(dtype)
+    x, weight = torch.randn(257, 2048).to(dtype), torch.randn(61, 2048).to(weight_dtype)
     whole = call(x, weight)
     torch.set_num_threads(threads)
     for T in (1, 2, 3, 7, 64):
