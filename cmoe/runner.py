@@ -237,7 +237,7 @@ class MoERunner(MoERunnerInterface):
             return None
         if not (isinstance(router, TopKRouter) and runs_only(router, _ROUTER_FORWARD)):
             return None
-        if not (router.runs(self.routed_experts.kernels.route)):
+        if not router.runs(self.routed_experts.kernels.route):
             return None
         if not runs_only(self.routed_experts, _EXPERTS_FORWARD):
             return None

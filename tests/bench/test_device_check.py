@@ -34,7 +34,7 @@ def test_processes_that_share_the_tests_run_each_once() -> None:
 
 @pytest.mark.slow
 def test_every_step_works_in_the_interpreter(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="Triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "OUT"}
     done = subprocess.run(
         ["bash", str(REPOSITORY / "bench" / "device_check.sh"), str(tmp_path)],

@@ -251,7 +251,7 @@ def test_an_unknown_shape_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.slow
 def test_a_whole_run_in_the_interpreter(tmp_path: Path) -> None:
     """Every candidate is verified; the times mean nothing."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="Triton is not installed")
     path = tmp_path / "parameters.json"
     flags = ["--shape", "E5K2H32I16", "--tokens", "1", "20", "--seconds", "20", "--out", str(path)]
     done = subprocess.run(

@@ -31,7 +31,8 @@ at::Tensor gate(const at::Tensor& x_, const at::Tensor& weight,
     return bias.has_value() ? bias->to(wide).addmm(x_.to(wide), to) : x_.to(wide).matmul(to);
   }
   // The kernels know pairs of one dtype.
-  const bool is_pair = dtype == weight.scalar_type() && (dtype == at::kBFloat16 || dtype == at::kHalf);
+  const bool is_pair =
+      dtype == weight.scalar_type() && (dtype == at::kBFloat16 || dtype == at::kHalf);
   const at::ScalarType type = is_pair ? dtype : at::kFloat;
   const at::Tensor x = rows_contiguous(x_.to(type)), w = rows_contiguous(weight.to(type));
   at::Tensor out = x.new_empty({T, E}, at::kFloat);

@@ -23,7 +23,7 @@ from cmoe.custom_ops.triton.parameters import (
 )
 from cmoe.environment import triton_is_interpreted
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.compiler import CompiledKernel
 from triton.runtime import _allocation

@@ -14,7 +14,7 @@ import torch
 from cmoe.custom_ops.triton.parameters import buckets, candidates
 from cmoe.environment import triton_is_interpreted
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 from cmoe.custom_ops.triton import route
 from tests.custom_ops.triton.aot import launches_of

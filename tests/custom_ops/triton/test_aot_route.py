@@ -10,7 +10,7 @@ import torch
 
 from cmoe.environment import triton_is_interpreted
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 from cmoe.custom_ops.triton import route
 from tests.custom_ops.triton.aot import TARGETS, launches_of, resources_of

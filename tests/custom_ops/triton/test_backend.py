@@ -93,14 +93,14 @@ def test_forced_on_a_cpu(gpu: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels() -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="Triton is not installed")
     assert str(BACKEND.kernels().fused_experts) == "cmoe_triton.fused_experts.default"
 
 
 def test_a_bad_file_of_parameters_stops_the_build_of_a_layer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="Triton is not installed")
     path = tmp_path / "parameters.json"
     path.write_text("[]")
     monkeypatch.setenv("CMOE_TRITON_PARAMETERS", str(path))

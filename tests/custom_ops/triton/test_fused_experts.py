@@ -27,7 +27,7 @@ from cmoe.custom_ops.triton.parameters import (
 from tests.custom_ops.cases import H, I, Problem, cases, check, inside_nan, problem, strided
 from tests.oracle import GATED, naive_experts
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 from cmoe.custom_ops.triton.fused_experts import (
     Call,

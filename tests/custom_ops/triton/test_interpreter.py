@@ -26,7 +26,7 @@ MODULES = sorted(
 )
 @pytest.mark.parametrize("module", MODULES)
 def test_in_the_interpreter(module: str) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="Triton is not installed")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / module)],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cmoe
 from tests.layers import assert_exact, config_of, layer_of, logits_of, x_of
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},

@@ -14,7 +14,7 @@ from cmoe.custom_ops.route import SCHEMA, SCORING_FUNCTIONS, route_reference
 from cmoe.environment import triton_is_interpreted
 from tests.custom_ops.route_cases import arguments, assert_routed
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 from cmoe.custom_ops.triton.route import route
 

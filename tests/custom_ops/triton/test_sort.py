@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 from cmoe.custom_ops.triton.sort import sort_rows
 
