@@ -100,18 +100,20 @@ CMOE_INLINE int each_chunk(const typename D::X* const (&x)[MT], int n, const Ahe
   return k;
 }
 
-// What a streamed tile brings into L1 while it computes: line after line of the weights that come
-// next, in the order of memory, which the hardware then runs ahead in.
+// What streamed weights bring into L1 while they are at work: for each of their rows the weights
+// that come next, line after line, which the hardware then runs ahead in.
 struct Fetch {
   const char* p;
-  int64_t a_line;  // bytes of them for each 64 of the weights at work
+  int64_t apart, a_line;  // bytes from row to row; for each 64 of a row at work
 
-  template <int64_t kBytes>
+  template <int NT, int64_t kBytes>
   CMOE_INLINE void beside() {
     constexpr int64_t kStep = kBytes < 64 ? kBytes : 64;
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < kBytes; i += kStep, p += a_line * kStep / 64)
-      __builtin_prefetch(p, 0, 3);
+    for (int64_t i = 0; i < kBytes; i += kStep, p += a_line * kStep / 64) {
+#pragma GCC unroll 8
+      for (int j = 0; j < NT; ++j) __builtin_prefetch(p + j * apart, 0, 3);
+    }
   }
 };
 
@@ -123,7 +125,7 @@ CMOE_INLINE void clear_tile(V (&acc)[MT][NT]) {
     for (int j = 0; j < NT; ++j) acc[i][j] = vset(0.0f);
 }
 
-// Some consecutive weight rows, [rows, K] with K contiguous.
+// Some weight rows, `stride` apart, K contiguous.
 template <class W>
 struct Panel {
   const W* w;
@@ -147,17 +149,6 @@ CMOE_INLINE void dispatch_tile(int mt, int nt, F&& f) {
   if (mt == 3) return row.template operator()<3>();
   if (mt == 2) return row.template operator()<2>();
   return row.template operator()<1>();
-}
-// The same for a streamed tile: mt in [1, kM], nt 1 or kN.
-template <int kM, int kN, int MT = 1, class F>
-CMOE_INLINE void dispatch_stream(int mt, int nt, F&& f) {
-  if constexpr (MT < kM) {
-    if (mt > MT) return dispatch_stream<kM, kN, MT + 1>(mt, nt, f);
-  }
-  if constexpr (kN > 1) {
-    if (nt > 1) return f.template operator()<MT, kN>();
-  }
-  f.template operator()<MT, 1>();
 }
 inline int panel_rows(int64_t n) { return kTileN >= 6 && n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1; }
 
@@ -202,7 +193,7 @@ struct NativeBf16 {
   static constexpr int kWideRows = 0;
   // Of x, at most: from there on arithmetic takes longer than memory does.
   static constexpr int kRowsStreamed = 24;
-  static constexpr int kStreamM = 8, kStreamN = 2;  // 16 sums hide the latency of the product
+  static constexpr int kStreamM = 8;  // by two weight rows: 16 sums hide the latency of the product
 
   struct Source {
     Rows<W> rows;
@@ -247,11 +238,9 @@ struct NativeBf16 {
     });
   }
 
+  // acc[m][j] += dot(x[m], row j of w) over n places; chunk k of row m at x[(k * MT + m) * kChunk].
   template <int MT, int NT>
-  static void stream_of(const X* x, Panel<W> w, int n, float* c, int64_t stride, bool add,
-                        Fetch fetch) {
-    V acc[MT][NT];
-    clear_tile(acc);
+  static CMOE_INLINE void stream(V (&acc)[MT][NT], const X* x, Panel<W> w, int n, Fetch& fetch) {
     auto step = [&](auto load, int k) CMOE_LAMBDA {
       __m512bh wv[NT];
 #pragma GCC unroll 8
@@ -266,21 +255,13 @@ struct NativeBf16 {
     };
     int k = 0;
     for (; k + kChunk <= n; k += kChunk) {
-      fetch.template beside<NT * kChunk * sizeof(W)>();
+      fetch.template beside<NT, kChunk * sizeof(W)>();
       step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, k);
     }
     if (k < n) {
       const int rest = n - k;
       step([rest](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p, rest); }, k);
     }
-    reduce_tile(acc, c, stride, add);
-  }
-  // tile() for rows of x that are packed: chunk k of row m at x[(k * mt + m) * kChunk].
-  static void stream(int mt, int nt, const X* x, Panel<W> w, int n, float* c, int64_t stride,
-                     bool add, Fetch fetch) {
-    dispatch_stream<kStreamM, kStreamN>(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
-      stream_of<MT, NT>(x, w, n, c, stride, add, fetch);
-    });
   }
   // One fp32 row of n values, the first at column `at`; up to `end` the row is filled with zeros.
   static void store(X* to, int64_t at, const float* from, int64_t n, int64_t end) {
@@ -341,7 +322,7 @@ struct Fma {
   static constexpr int kWideRows = sizeof(W) < 4 ? 24 : 0;
   // More rows: a large tile, which widens a weight for all of them, gains more than streaming does.
   static constexpr int kRowsStreamed = 4;
-  static constexpr int kStreamM = 4, kStreamN = kLanes < 16 ? 2 : 1;
+  static constexpr int kStreamM = 4;
 
   struct AnyPanel {
     Panel<W> narrow;
@@ -418,10 +399,7 @@ struct Fma {
   }
 
   template <int MT, int NT>
-  static void stream_of(const X* x, Panel<W> w, int n, float* c, int64_t stride, bool add,
-                        Fetch fetch) {
-    V acc[MT][NT];
-    clear_tile(acc);
+  static CMOE_INLINE void stream(V (&acc)[MT][NT], const X* x, Panel<W> w, int n, Fetch& fetch) {
     auto half_step = [&]<int h>(int k, auto... rest) CMOE_LAMBDA {
       V wv[NT];
 #pragma GCC unroll 8
@@ -436,7 +414,7 @@ struct Fma {
     };
     int k = 0;
     for (; k + kChunk <= n; k += kChunk) {
-      fetch.template beside<NT * kChunk * sizeof(W)>();
+      fetch.template beside<NT, kChunk * sizeof(W)>();
       half_step.template operator()<0>(k);
       half_step.template operator()<1>(k);
     }
@@ -444,14 +422,6 @@ struct Fma {
       half_step.template operator()<0>(k, n - k);
       half_step.template operator()<1>(k, n - k);
     }
-    reduce_tile(acc, c, stride, add);
-  }
-  // tile() for rows of x that are packed: chunk k of row m at x[(k * mt + m) * kChunk].
-  static void stream(int mt, int nt, const X* x, Panel<W> w, int n, float* c, int64_t stride,
-                     bool add, Fetch fetch) {
-    dispatch_stream<kStreamM, kStreamN>(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
-      stream_of<MT, NT>(x, w, n, c, stride, add, fetch);
-    });
   }
   static void store(X* to, int64_t at, const float* from, int64_t n, int64_t end) {
     auto place = [](int64_t i) {

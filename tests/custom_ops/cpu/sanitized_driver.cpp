@@ -92,7 +92,10 @@ bool one_call(const Kernels& kernels, int seed) {
   engine.seed(seed);
   const DType dtype = static_cast<DType>(uniform(0, 2));
   const int64_t T = uniform(1, 70), E = uniform(1, 7), K = uniform(1, static_cast<int>(E));
-  const int64_t H = uniform(0, 3) ? uniform(1, 130) : uniform(500, 2120), I = uniform(1, 130);
+  // Long rows, which stream, in one of the two products.
+  const int long_rows = uniform(0, 5);
+  const int64_t H = long_rows == 0 ? uniform(500, 2120) : uniform(1, 130);
+  const int64_t I = long_rows == 1 ? uniform(500, 2120) : uniform(1, 130);
   const bool gated = uniform(0, 1), interleaved = gated && uniform(0, 1), bias = uniform(0, 1);
   const bool turned = uniform(0, 1), weight_on_input = K == 1 && uniform(0, 1);
   const int64_t N = gated ? 2 * I : I;

@@ -102,6 +102,30 @@ def test_random_shapes(kernel_set: str, seed: int) -> None:
     check(c)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_long_rows(kernel_set: str, seed: int) -> None:
+    """Weights that stream, two rows side by side: gate and up, or halves that need not be even."""
+    choose = random.Random(seed)
+    activation = choose.choice(ACTIVATIONS)
+    c = call(
+        choose.choice([1, 2, 4, 7, 24, 30]),
+        3,
+        2,
+        choose.choice([33, 515, 1025, 2049, 4100]),
+        choose.choice([33, 515, 1025, 2047]),
+        dtype=choose.choice(DTYPES),
+        activation=activation,
+        bias=choose.random() < 0.5,
+        interleaved=activation in GATED and choose.random() < 0.5,
+    )
+    if choose.random() < 0.5:  # rows cut from longer ones
+        c = c.but(
+            w13=torch.nn.functional.pad(c.w13, (0, 5), value=NAN)[..., :-5],
+            w2=torch.nn.functional.pad(c.w2, (0, 31), value=NAN)[..., :-31],
+        )
+    check(c)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["columns", "rows"])
 @pytest.mark.parametrize(("H", "I"), [(2100, 40), (40, 2100), (4097, 17)])
