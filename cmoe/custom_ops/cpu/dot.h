@@ -193,7 +193,9 @@ struct NativeBf16 {
   static constexpr int kWideRows = 0;
   // Of x, at most: from there on arithmetic takes longer than memory does.
   static constexpr int kRowsStreamed = 24;
-  static constexpr int kStreamM = 8;  // by two weight rows: 16 sums hide the latency of the product
+  static constexpr int kStreamM = 8, kTurnN = 2;  // 16 sums hide the latency of the product
+  static constexpr int kRowsByTwo = 8;  // of x, at most, where two weight rows pass at once
+  static constexpr int kRowsInL2 = 4;   // of x, at most, that come from L2 while the weights stream
 
   struct Source {
     Rows<W> rows;
@@ -322,7 +324,7 @@ struct Fma {
   static constexpr int kWideRows = sizeof(W) < 4 ? 24 : 0;
   // More rows: a large tile, which widens a weight for all of them, gains more than streaming does.
   static constexpr int kRowsStreamed = 4;
-  static constexpr int kStreamM = 4;
+  static constexpr int kStreamM = 4, kTurnN = kLanes < 16 ? 2 : 1, kRowsByTwo = 2, kRowsInL2 = 0;
 
   struct AnyPanel {
     Panel<W> narrow;

@@ -9,11 +9,11 @@ namespace cmoe {
 namespace CMOE_ISA {
 
 constexpr int64_t kLongRowBytes = 1024;  // shorter weight rows are too little for a tile
-// Of x beside the weights in L1: where one tile has all of it; where tiles take turns.
-constexpr int64_t kPackedBytes = 32 << 10, kTurnBytes = 24 << 10;
-// How far ahead weights are read, likewise: in each of two streams; a chunk of rows in L2.
-constexpr int64_t kAheadBytes = 2 << 10, kLongestAhead = 4 << 10;
-constexpr int64_t kChunkBytes = 256 << 10, kChunkRows = 32;
+// Of x, where one tile has all of it: in L1 beside the weights; in L2, which serves few rows as
+// fast as memory serves the weights. Where tiles take turns: in L1.
+constexpr int64_t kPackedInL1 = 32 << 10, kPackedBytes = 64 << 10, kTurnBytes = 24 << 10;
+// How far ahead weights are read, likewise: over all streams; a chunk of rows in L2.
+constexpr int64_t kAheadBytes = 4 << 10, kChunkBytes = 256 << 10, kChunkRows = 32;
 
 constexpr int kBeside = 2;  // weight rows at a time
 
@@ -78,42 +78,52 @@ struct Streams {
   }
 };
 
-// All rows of x stay in L1, so a weight row is done with when it has passed. Two streams through
+// One tile has all rows of x, so a weight row is done with when it has passed. Two streams through
 // memory, far apart, are faster than one: the groups side by side, or the halves of one.
 template <class D, int kGroups>
 void stream_once(const typename D::X* const* x, int M, const Matrices& w,
                  const RowGroup<typename D::W> (&groups)[kGroups], int64_t K, int64_t c_stride,
                  const typename D::W* next, typename D::X* packed) {
   using W = typename D::W;
-  const RowGroup<W>&first = groups[0], &last = groups[kGroups - 1];
-  const int64_t rows = kGroups == 2 ? first.n : first.n / kBeside, row = w.stride_row;
-  const Streams<D> both{first.base,
-                        row,
-                        kGroups == 2 ? last.base - first.base : rows * row,
-                        first.c,
-                        c_stride,
-                        kGroups == 2 ? last.c - first.c : rows};
-  auto pass = [&](int streams, int64_t from, int64_t count, const W* then) {
-    dispatch_stream<D::kStreamM>(M, streams, [&]<int MT, int NT>() CMOE_LAMBDA {
-      both.from(from).template multiply<MT, NT>(packed, count, K, then);
+  const int64_t row = w.stride_row, bytes = K * (int64_t)sizeof(W);
+  auto pass = [&](const Streams<D>& s, int count, int64_t rows, const W* after) {
+    // Whole rows ahead, so that the last ones bring what follows; of long rows that is too much.
+    const int64_t far = kAheadBytes / count;
+    const int64_t ahead = bytes > kAheadBytes ? 0 : least(rows, ceil_div(far, bytes));
+    dispatch_stream<D::kStreamM>(M, count, [&]<int MT, int NT>() CMOE_LAMBDA {
+      s.template multiply<MT, NT>(packed, rows - ahead, K,
+                                  s.w + (ahead > 0 ? ahead * row : far / (int64_t)sizeof(W)));
+      s.from(rows - ahead).template multiply<MT, NT>(packed, ahead, K, after);
     });
   };
+  auto alone = [&](const RowGroup<W>& g, int64_t first, const W* after) {
+    pass({g.base + first * row, row, 0, g.c + first, c_stride, 0}, 1, g.n - first, after);
+  };
   pack_rows<D>(x, M, 0, K, packed);
-  const int64_t bytes = K * (int64_t)sizeof(W);
-  // Whole rows ahead, so that the last ones bring what follows; in long rows that would be too far.
-  const int64_t ahead = bytes > kLongestAhead ? 0 : least(rows, ceil_div(kAheadBytes, bytes));
-  pass(kBeside, 0, rows - ahead, first.base + (ahead > 0 ? ahead * row : kAheadBytes / sizeof(W)));
-  pass(kBeside, rows - ahead, ahead, next);
-  if (kGroups == 1 && first.n % kBeside > 0) pass(1, first.n - 1, 1, next);
+  const RowGroup<W>&here = groups[0], &last = groups[kGroups - 1];
+  if (M > D::kRowsByTwo) {
+    if (kGroups == 2) alone(here, 0, last.base);
+    alone(last, 0, next);
+  } else if (kGroups == 2) {
+    pass({here.base, row, last.base - here.base, here.c, c_stride, last.c - here.c}, kBeside,
+         here.n, next);
+  } else {
+    const int64_t half = here.n / kBeside;
+    pass({here.base, row, half * row, here.c, c_stride, half}, kBeside, half, next);
+    if (here.n % kBeside > 0) alone(here, here.n - 1, next);
+  }
 }
 
+// `rows` weight rows, NT at a time, by one tile of x.
 template <class D, int MT, int NT>
-void stream_tile(const typename D::X* x, Panel<typename D::W> w, int n, float* c, int64_t stride,
-                 bool add, Fetch fetch) {
-  V acc[MT][NT];
-  clear_tile(acc);
-  D::stream(acc, x, w, n, fetch);
-  reduce_tile(acc, c, stride, add);
+void stream_tile(const typename D::X* x, Panel<typename D::W> w, int64_t rows, int n, float* c,
+                 int64_t stride, bool add, Fetch fetch) {
+  for (int64_t r = 0; r < rows; r += NT) {
+    V acc[MT][NT];
+    clear_tile(acc);
+    D::stream(acc, x, {w.w + r * w.stride, w.stride}, n, fetch);
+    reduce_tile(acc, c + r, stride, add);
+  }
 }
 
 // Tiles of rows of x take turns over a chunk of weight rows in L2, while all the turns together
@@ -124,33 +134,35 @@ void stream_in_turns(const typename D::X* const* x, int M, const Matrices& w,
                      const typename D::W* next, int64_t most, typename D::X* packed) {
   using W = typename D::W;
   const int64_t block = even_parts<D>(K, D::kBlockK), row = w.stride_row;
-  const int tiles = static_cast<int>(ceil_div<int64_t>(M, most));
+  const int tiles = static_cast<int>(ceil_div<int64_t>(M, most)), share = 64 / tiles;
   const int64_t chunk_rows =
       least<int64_t>(kChunkRows, ceil_div<int64_t>(kChunkBytes, K * sizeof(W)));
   for (int g = 0; g < kGroups; ++g) {
     const int64_t rows = groups[g].n;
     const int64_t chunk =
-        round_up<int64_t>(ceil_div(rows, ceil_div(rows, chunk_rows)), kBeside);
+        round_up<int64_t>(ceil_div(rows, ceil_div(rows, chunk_rows)), D::kTurnN);
     const W* after = g + 1 < kGroups ? groups[g + 1].base : next;
     for (int64_t first = 0; first < rows; first += chunk) {
       const int64_t here = least(chunk, rows - first);
       const W* base = groups[g].base + first * row;
       const char* fetch = (const char*)(first + here < rows ? base + here * row : after);
       for (int64_t k = 0; k < K; k += block) {
-        const int64_t kn = least(block, K - k);
+        const int kn = static_cast<int>(least(block, K - k));
         for (int t = 0, m = 0, mt = 0; t < tiles; ++t, m += mt) {
           mt = (M - m + tiles - t - 1) / (tiles - t);
           pack_rows<D>(x + m, mt, k, kn, packed);
-          for (int64_t n = 0, nt = 0; n < here; n += nt) {
-            nt = here - n >= kBeside ? kBeside : 1;
-            dispatch_stream<D::kStreamM>(
-                mt, static_cast<int>(nt), [&]<int MT, int NT>() CMOE_LAMBDA {
-                  stream_tile<D, MT, NT>(packed, {base + n * row + k, row}, static_cast<int>(kn),
-                                         groups[g].c + m * c_stride + first + n, c_stride, k > 0,
-                                         {fetch, 64 / tiles, NT * 64 / tiles});
-                });
-            fetch += nt * kn * (int64_t)sizeof(W) / tiles;
-          }
+          auto pass = [&](int beside, int64_t from, int64_t count) {
+            dispatch_stream<D::kStreamM>(mt, beside, [&]<int MT, int NT>() CMOE_LAMBDA {
+              stream_tile<D, MT, NT>(packed, {base + from * row + k, row}, count, kn,
+                                     groups[g].c + m * c_stride + first + from, c_stride, k > 0,
+                                     {fetch, share, NT * share});
+            });
+            fetch += count * kn * (int64_t)sizeof(W) / tiles;
+          };
+          // Memory decides: no gap from row to row. Arithmetic does, with more tiles: faster apart.
+          const int64_t even = here - here % D::kTurnN, at_once = tiles > 2 ? D::kTurnN : even;
+          for (int64_t n = 0; n < even; n += at_once) pass(D::kTurnN, n, at_once);
+          if (here % D::kTurnN > 0) pass(1, here - 1, 1);
         }
       }
     }
@@ -166,7 +178,7 @@ void stream_rows(const typename D::X* const* x, int M, const Matrices& w,
   auto packed_bytes = [](int64_t places) {
     return round_up<int64_t>(places, D::kChunk) * (int64_t)sizeof(typename D::X);
   };
-  if (M <= D::kStreamM && M * packed_bytes(K) <= kPackedBytes)
+  if (M <= D::kStreamM && M * packed_bytes(K) <= (M <= D::kRowsInL2 ? kPackedBytes : kPackedInL1))
     return stream_once<D>(x, M, w, groups, K, c_stride, next, packed);
   const int64_t block = even_parts<D>(K, D::kBlockK);
   const int64_t most = least<int64_t>(D::kStreamM, kTurnBytes / packed_bytes(block));
