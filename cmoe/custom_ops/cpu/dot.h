@@ -1,9 +1,9 @@
 // How a weight format meets x in a register tile.
 //
 // A dot D names the element types W (weights in memory) and X (activations in scratch), the chunk
-// of K that one step takes, the tile shape, and tile(). A weight format is a struct with half<h>(p)
-// and half<h>(p, n): one chunk of K as two vectors of fp32, in an order that x is brought into as
-// well. That is all a new format writes.
+// of K that one step takes, the tile shape, tile(), and stream() for weights that pass once. A weight
+// format is a struct with half<h>(p) and half<h>(p, n): one chunk of K as two vectors of fp32, in an
+// order that x is brought into as well. That is all a new format writes.
 #pragma once
 
 #include "problem.h"

@@ -12,6 +12,7 @@ import torch
 
 from cmoe.custom_ops.backends import Kernels
 from cmoe.custom_ops.cpu import build
+from tests.custom_ops.cases import problem
 
 PROGRAM = """
 import os, sys
@@ -21,30 +22,21 @@ from cmoe.custom_ops.cpu import build
 assert build.load() is None, build.load()
 assert torch.get_num_threads() == 1, torch.get_num_threads()
 arguments = torch.load(sys.argv[1])
-def run():
-    return torch.ops.cmoe_cpu.fused_experts(
-        *arguments, None, None, None, "silu", 1.0, None, False, False
-    )
 torch.set_num_threads(int(sys.argv[2]))
 torch.ones(1 << 20).sum()  # torch's own threads are there
 threads = len(os.listdir("/proc/self/task"))
-torch.save(run(), sys.argv[3])
+torch.save(torch.ops.cmoe_cpu.fused_experts(*arguments), sys.argv[3])
 assert len(os.listdir("/proc/self/task")) == threads, "the kernels started threads of their own"
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no processor affinity here")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="the system has no os.sched_setaffinity"
+)
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_one_processor(cpu_kernels: Kernels, tmp_path: Path, num_threads: int) -> None:
     """The same bits, no more threads than torch has, whether or not it asks for too many."""
-    T, E, K, H, I = 9, 4, 2, 96, 80  # noqa: E741
-    arguments = [
-        torch.randn(T, H),
-        torch.randn(E, 2 * I, H) / H**0.5,
-        torch.randn(E, H, I) / I**0.5,
-        torch.rand(T, K),
-        torch.rand(T, E).argsort(1)[:, :K],
-    ]
+    arguments = problem().arguments()
     given, result = tmp_path / "given", tmp_path / "result"
     torch.save(arguments, given)
     done = subprocess.run(
@@ -56,7 +48,4 @@ def test_one_processor(cpu_kernels: Kernels, tmp_path: Path, num_threads: int) -
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    expected = torch.ops.cmoe_cpu.fused_experts(
-        *arguments, None, None, None, "silu", 1.0, None, False, False
-    )
-    assert torch.equal(torch.load(result), expected)
+    assert torch.equal(torch.load(result), torch.ops.cmoe_cpu.fused_experts(*arguments))
