@@ -131,7 +131,7 @@ def _row(
         impl=impl,
         a_ms=median(paired.a_ms),
         b_ms=median(paired.b_ms),
-        verdict=with_control(paired.verdict, control.verdict),
+        verdict=with_control(paired.verdict, control.verdict, threshold=threshold),
         control=control.verdict,
     )
 

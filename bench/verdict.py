@@ -83,9 +83,15 @@ def confirm(earlier: Sequence[Verdict], latest: Verdict) -> Verdict:
     return Verdict(ratio=latest.ratio, low=latest.low, high=latest.high, outcome=Outcome.NOISY)
 
 
-def with_control(cell: Verdict, control: Verdict | None) -> Verdict:
-    """The cell's verdict, withdrawn where the control differs the same way: it did not change."""
+def with_control(cell: Verdict, control: Verdict | None, *, threshold: float) -> Verdict:
+    """The cell's verdict, withdrawn where the control, which did not change, explains it.
+
+    It does when it differs the same way and no more than the threshold is left between the two.
+    """
     changed = (Outcome.SLOWER, Outcome.FASTER)
     if control is None or cell.outcome not in changed or control.outcome != cell.outcome:
+        return cell
+    left = cell.ratio / control.ratio
+    if max(left, 1 / left) > 1 + threshold and (left > 1) == (cell.ratio > 1):
         return cell
     return Verdict(ratio=cell.ratio, low=cell.low, high=cell.high, outcome=Outcome.NOISY)

@@ -85,14 +85,19 @@ def test_a_disturbed_session_does_not_hide_a_difference() -> None:
 @pytest.mark.parametrize(
     ("cell", "control", "said"),
     [
-        (Outcome.SLOWER, Outcome.SLOWER, Outcome.NOISY),
-        (Outcome.SLOWER, Outcome.SAME, Outcome.SLOWER),
-        (Outcome.SLOWER, Outcome.FASTER, Outcome.SLOWER),
-        (Outcome.SAME, Outcome.SLOWER, Outcome.SAME),
+        (1.10, 1.08, Outcome.NOISY),
+        (1.10, 1.20, Outcome.NOISY),
+        (1.20, 1.08, Outcome.SLOWER),
+        (1.10, 1.00, Outcome.SLOWER),
+        (1.10, 0.90, Outcome.SLOWER),
+        (1.00, 1.10, Outcome.SAME),
+        (0.90, 0.92, Outcome.NOISY),
+        (0.70, 0.92, Outcome.FASTER),
     ],
 )
 def test_a_slower_machine_is_not_a_slower_version(
-    cell: Outcome, control: Outcome, said: Outcome
+    cell: float, control: float, said: Outcome
 ) -> None:
-    assert with_control(_verdict(cell), _verdict(control)).outcome == said
-    assert with_control(_verdict(cell), None).outcome == cell
+    alone, beside = (judge([ratio] * 9, threshold=0.05) for ratio in (cell, control))
+    assert with_control(alone, beside, threshold=0.05).outcome == said
+    assert with_control(alone, None, threshold=0.05) == alone
