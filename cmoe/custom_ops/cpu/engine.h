@@ -22,7 +22,7 @@ namespace CMOE_ISA {
 constexpr size_t kAlign = 64;
 constexpr int kUnit =
     16;  // columns: items are whole units, so that no two threads share a line of h
-constexpr int64_t kUnitsPerItem = 3;  // at least, while there is enough work for all threads
+constexpr int64_t kUnitsPerItem = 2;  // at least, while there is enough work for all threads
 // An item with few rows streams its weights once: all of its columns in one go, so that memory sees
 // long runs. One with more rows takes kWeightRowsPerBlock rows of weights at a time.
 constexpr int kRowsPerBlock = 128, kWeightRowsPerBlock = 192;
@@ -47,7 +47,7 @@ struct WorkList {
       if (at >= total) return {0, 0, 0};
       const int64_t few = least(kUnitsPerItem, round_up(total, threads) / threads);
       const int64_t left = row - at % row;
-      int64_t units = (total - at) / (2 * threads);
+      int64_t units = ceil_div(total - at, 2 * threads);
       units = units < few ? few : least(units, most);
       if (units > left || left - units < few) units = left < units + few ? left : units;
       if (__atomic_compare_exchange_n(&next, &at, at + units, true, __ATOMIC_RELAXED,

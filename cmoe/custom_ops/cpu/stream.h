@@ -28,9 +28,12 @@ CMOE_INLINE void dispatch_stream(int mt, int nt, F&& f) {
 }
 
 // x[m][k, k + kn) of M rows, chunk beside chunk: one run of memory, which no other row displaces
-// from L1. The last chunks end with zeros.
+// from L1. The last chunks end with zeros. One row of whole chunks lies so already.
 template <class D>
-void pack_rows(const typename D::X* const* x, int M, int64_t k, int64_t kn, typename D::X* to) {
+const typename D::X* pack_rows(const typename D::X* const* x, int M, int64_t k, int64_t kn,
+                               typename D::X* packed) {
+  if (M == 1 && kn % D::kChunk == 0) return x[0] + k;
+  typename D::X* to = packed;
   for (int64_t at = 0; at < kn; at += D::kChunk) {
     // Converted rows are whole chunks.
     const int64_t n = D::kConvertX ? D::kChunk : least<int64_t>(D::kChunk, kn - at);
@@ -43,6 +46,7 @@ void pack_rows(const typename D::X* const* x, int M, int64_t k, int64_t kn, type
       }
     }
   }
+  return packed;
 }
 
 // Weight rows that pass side by side: row r of stream j is w + r * row + j * apart, K long. Its
@@ -86,20 +90,20 @@ void stream_once(const typename D::X* const* x, int M, const Matrices& w,
                  const typename D::W* next, typename D::X* packed) {
   using W = typename D::W;
   const int64_t row = w.stride_row, bytes = K * (int64_t)sizeof(W);
+  const typename D::X* tile = pack_rows<D>(x, M, 0, K, packed);
   auto pass = [&](const Streams<D>& s, int count, int64_t rows, const W* after) {
     // Whole rows ahead, so that the last ones bring what follows; of long rows that is too much.
     const int64_t far = kAheadBytes / count;
     const int64_t ahead = bytes > kAheadBytes ? 0 : least(rows, ceil_div(far, bytes));
     dispatch_stream<D::kStreamM>(M, count, [&]<int MT, int NT>() CMOE_LAMBDA {
-      s.template multiply<MT, NT>(packed, rows - ahead, K,
+      s.template multiply<MT, NT>(tile, rows - ahead, K,
                                   s.w + (ahead > 0 ? ahead * row : far / (int64_t)sizeof(W)));
-      s.from(rows - ahead).template multiply<MT, NT>(packed, ahead, K, after);
+      s.from(rows - ahead).template multiply<MT, NT>(tile, ahead, K, after);
     });
   };
   auto alone = [&](const RowGroup<W>& g, int64_t first, const W* after) {
     pass({g.base + first * row, row, 0, g.c + first, c_stride, 0}, 1, g.n - first, after);
   };
-  pack_rows<D>(x, M, 0, K, packed);
   const RowGroup<W>&here = groups[0], &last = groups[kGroups - 1];
   if (M > D::kRowsByTwo) {
     if (kGroups == 2) alone(here, 0, last.base);
@@ -150,10 +154,10 @@ void stream_in_turns(const typename D::X* const* x, int M, const Matrices& w,
         const int kn = static_cast<int>(least(block, K - k));
         for (int t = 0, m = 0, mt = 0; t < tiles; ++t, m += mt) {
           mt = (M - m + tiles - t - 1) / (tiles - t);
-          pack_rows<D>(x + m, mt, k, kn, packed);
+          const typename D::X* tile = pack_rows<D>(x + m, mt, k, kn, packed);
           auto pass = [&](int beside, int64_t from, int64_t count) {
             dispatch_stream<D::kStreamM>(mt, beside, [&]<int MT, int NT>() CMOE_LAMBDA {
-              stream_tile<D, MT, NT>(packed, {base + from * row + k, row}, count, kn,
+              stream_tile<D, MT, NT>(tile, {base + from * row + k, row}, count, kn,
                                      groups[g].c + m * c_stride + first + from, c_stride, k > 0,
                                      {fetch, share, NT * share});
             });
