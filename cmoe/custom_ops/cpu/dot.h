@@ -256,6 +256,7 @@ struct NativeBf16 {
       }
     };
     int k = 0;
+#pragma GCC unroll 2
     for (; k + kChunk <= n; k += kChunk) {
       fetch.template beside<NT, kChunk * sizeof(W)>();
       step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, k);

@@ -14,6 +14,8 @@ constexpr int64_t kLongRowBytes = 1024;  // shorter weight rows are too little f
 constexpr int64_t kPackedInL1 = 32 << 10, kPackedBytes = 64 << 10, kTurnBytes = 24 << 10;
 // How far ahead weights are read, likewise: over all streams; a chunk of rows in L2.
 constexpr int64_t kAheadBytes = 4 << 10, kChunkBytes = 256 << 10, kChunkRows = 32;
+// How far ahead one line of each stream is, once a row, so that its page is known in time.
+constexpr int64_t kPageAheadBytes = 64 << 10;
 
 constexpr int kBeside = 2;  // weight rows at a time
 
@@ -67,6 +69,9 @@ struct Streams {
     for (int64_t r = 0; r < rows; ++r) {
       float sums[MT * NT];
       Fetch fetch{(const char*)(then + r * row), apart * (int64_t)sizeof(*w), 64};
+#pragma GCC unroll 2
+      for (int j = 0; j < NT; ++j)
+        __builtin_prefetch(fetch.p + kPageAheadBytes + j * fetch.apart, 0, 2);
       for (int64_t k = 0; k < K; k += block) {
         V acc[MT][NT];
         clear_tile(acc);
