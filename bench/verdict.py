@@ -92,6 +92,6 @@ def with_control(cell: Verdict, control: Verdict | None, *, threshold: float) ->
     if control is None or cell.outcome not in changed or control.outcome != cell.outcome:
         return cell
     left = cell.ratio / control.ratio
-    if max(left, 1 / left) > 1 + threshold and (left > 1) == (cell.ratio > 1):
+    if (left if cell.outcome == Outcome.SLOWER else 1 / left) > 1 + threshold:
         return cell
     return Verdict(ratio=cell.ratio, low=cell.low, high=cell.high, outcome=Outcome.NOISY)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bench.inputs import Case, Draw, Weights
 from bench.peers.base import Loaded, Peer, plain_arguments
+from bench.peers.dense import DenseControl
 from bench.shapes import Shape
 from bench.verify import naive
 
@@ -87,4 +88,15 @@ class Sleeper(Right):
         return y
 
 
-PEERS = {peer.impl: peer for peer in (Right, Wrong, Repeating, Absent, Stopped, Sleeper)}
+class Steady(DenseControl):
+    """A control that no other work on the machine makes slower."""
+
+    def load(self, shape: Shape, weights: Weights) -> Loaded:
+        def sleep(x: Tensor) -> Tensor:
+            time.sleep(0.01)
+            return x
+
+        return Loaded(sleep, lambda draw: (draw.x,))
+
+
+PEERS = {peer.impl: peer for peer in (Right, Wrong, Repeating, Absent, Stopped, Sleeper, Steady)}
