@@ -105,6 +105,9 @@ CMOE_INLINE int each_chunk(const typename D::X* const (&x)[MT], int n, const Ahe
 struct Fetch {
   const char* p;
   int64_t apart, a_line;  // bytes from row to row; for each 64 of a row at work
+  // Bytes from a row at work to one whose lines were fetched long before, of which some were dropped:
+  // they are fetched once more. 0: none.
+  int64_t again;
 
   template <int NT, int64_t kBytes>
   CMOE_INLINE void beside() {
@@ -114,6 +117,12 @@ struct Fetch {
 #pragma GCC unroll 8
       for (int j = 0; j < NT; ++j) __builtin_prefetch(p + j * apart, 0, 3);
     }
+  }
+  template <int NT, class W>
+  CMOE_INLINE void once_more(const W* w, int64_t stride) const {
+    if (again == 0) return;
+#pragma GCC unroll 8
+    for (int j = 0; j < NT; ++j) __builtin_prefetch((const char*)(w + j * stride) + again, 0, 3);
   }
 };
 
@@ -259,6 +268,7 @@ struct NativeBf16 {
 #pragma GCC unroll 2
     for (; k + kChunk <= n; k += kChunk) {
       fetch.template beside<NT, kChunk * sizeof(W)>();
+      fetch.template once_more<NT>(w.w + k, w.stride);
       step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, k);
     }
     if (k < n) {
@@ -418,6 +428,7 @@ struct Fma {
     int k = 0;
     for (; k + kChunk <= n; k += kChunk) {
       fetch.template beside<NT, kChunk * sizeof(W)>();
+      fetch.template once_more<NT>(w.w + k, w.stride);
       half_step.template operator()<0>(k);
       half_step.template operator()<1>(k);
     }

@@ -11,7 +11,7 @@ namespace CMOE_ISA {
 constexpr int64_t kLongRowBytes = 1024;  // shorter weight rows are too little for a tile
 // Of x, where one tile has all of it: in L1 beside the weights; in L2, which serves few rows as
 // fast as memory serves the weights. Where tiles take turns: in L1.
-constexpr int64_t kPackedInL1 = 32 << 10, kPackedBytes = 64 << 10, kTurnBytes = 24 << 10;
+constexpr int64_t kPackedInL1 = 32 << 10, kPackedBytes = 64 << 10, kTurnBytes = 16 << 10;
 // How far ahead weights are read, likewise: over all streams; a chunk of rows in L2.
 constexpr int64_t kAheadBytes = 4 << 10, kChunkBytes = 256 << 10, kChunkRows = 32;
 // How far ahead one line of each stream is, once a row, so that its page is known in time.
@@ -68,7 +68,7 @@ struct Streams {
     const int64_t block = even_parts<D>(K, D::kBlockK);
     for (int64_t r = 0; r < rows; ++r) {
       float sums[MT * NT];
-      Fetch fetch{(const char*)(then + r * row), apart * (int64_t)sizeof(*w), 64};
+      Fetch fetch{(const char*)(then + r * row), apart * (int64_t)sizeof(*w), 64, 0};
 #pragma GCC unroll 2
       for (int j = 0; j < NT; ++j)
         __builtin_prefetch(fetch.p + kPageAheadBytes + j * fetch.apart, 0, 2);
@@ -123,27 +123,54 @@ void stream_once(const typename D::X* const* x, int M, const Matrices& w,
   }
 }
 
+// A part of a block of K: the first one begins a tile's sums, the last one folds them into c; they
+// are kept between the two.
+struct Part {
+  V* sums;  // [rows, MT]
+  bool first, last;
+};
+
 // `rows` weight rows, NT at a time, by one tile of x.
 template <class D, int MT, int NT>
 void stream_tile(const typename D::X* x, Panel<typename D::W> w, int64_t rows, int n, float* c,
-                 int64_t stride, bool add, Fetch fetch) {
+                 int64_t stride, bool add, Part part, Fetch fetch) {
   for (int64_t r = 0; r < rows; r += NT) {
     V acc[MT][NT];
-    clear_tile(acc);
+    V* const sums = part.sums + r * MT;
+    if (part.first) {
+      clear_tile(acc);
+    } else {
+#pragma GCC unroll 8
+      for (int i = 0; i < MT; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < NT; ++j) acc[i][j] = sums[i * NT + j];
+    }
     D::stream(acc, x, {w.w + r * w.stride, w.stride}, n, fetch);
-    reduce_tile(acc, c + r, stride, add);
+    if (part.last) {
+      reduce_tile(acc, c + r, stride, add);
+    } else {
+#pragma GCC unroll 8
+      for (int i = 0; i < MT; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < NT; ++j) sums[i * NT + j] = acc[i][j];
+    }
   }
 }
 
 // Tiles of rows of x take turns over a chunk of weight rows in L2, while all the turns together
-// fetch the next one, in the order of memory.
+// fetch the next one, in the order of memory. A tile passes in parts of K that stay in L1.
 template <class D, int kGroups>
 void stream_in_turns(const typename D::X* const* x, int M, const Matrices& w,
                      const RowGroup<typename D::W> (&groups)[kGroups], int64_t K, int64_t c_stride,
-                     const typename D::W* next, int64_t most, typename D::X* packed) {
+                     const typename D::W* next, typename D::X* packed) {
   using W = typename D::W;
+  using X = typename D::X;
+  static_assert(kTurnBytes + kChunkRows * D::kStreamM * sizeof(V) <= kPackedBytes);
+  V* const sums = (V*)((char*)packed + kTurnBytes);
   const int64_t block = even_parts<D>(K, D::kBlockK), row = w.stride_row;
-  const int tiles = static_cast<int>(ceil_div<int64_t>(M, most)), share = 64 / tiles;
+  const int tiles = ceil_div(M, D::kStreamM), share = 64 / tiles;
+  const int64_t places = kTurnBytes / (int64_t)sizeof(X) / ceil_div(M, tiles);
+  const int64_t most = places - places % D::kChunk;
   const int64_t chunk_rows =
       least<int64_t>(kChunkRows, ceil_div<int64_t>(kChunkBytes, K * sizeof(W)));
   for (int g = 0; g < kGroups; ++g) {
@@ -155,23 +182,31 @@ void stream_in_turns(const typename D::X* const* x, int M, const Matrices& w,
       const int64_t here = least(chunk, rows - first);
       const W* base = groups[g].base + first * row;
       const char* fetch = (const char*)(first + here < rows ? base + here * row : after);
+      // Rows [m, m + mt) of x by the chunk, over places [k, k + kn).
+      auto turn = [&](int m, int mt, int64_t k, int kn, bool add, bool begin, bool end) {
+        const X* tile = pack_rows<D>(x + m, mt, k, kn, packed);
+        auto pass = [&](int beside, int64_t from, int64_t count) {
+          dispatch_stream<D::kStreamM>(mt, beside, [&]<int MT, int NT>() CMOE_LAMBDA {
+            stream_tile<D, MT, NT>(tile, {base + from * row + k, row}, count, kn,
+                                   groups[g].c + m * c_stride + first + from, c_stride, add,
+                                   {sums + from * mt, begin, end},
+                                   {fetch, share, NT * share,
+                                    m == 0 ? NT * row * (int64_t)sizeof(W) : 0});
+          });
+          fetch += count * kn * (int64_t)sizeof(W) / tiles;
+        };
+        // Memory decides: no gap from row to row. Arithmetic does, with more tiles: faster apart.
+        const int64_t even = here - here % D::kTurnN, at_once = tiles > 2 ? D::kTurnN : even;
+        for (int64_t n = 0; n < even; n += at_once) pass(D::kTurnN, n, at_once);
+        if (here % D::kTurnN > 0) pass(1, here - 1, 1);
+      };
       for (int64_t k = 0; k < K; k += block) {
-        const int kn = static_cast<int>(least(block, K - k));
+        const int64_t end = least(k + block, K), part = even_parts<D>(end - k, most);
         for (int t = 0, m = 0, mt = 0; t < tiles; ++t, m += mt) {
           mt = (M - m + tiles - t - 1) / (tiles - t);
-          const typename D::X* tile = pack_rows<D>(x + m, mt, k, kn, packed);
-          auto pass = [&](int beside, int64_t from, int64_t count) {
-            dispatch_stream<D::kStreamM>(mt, beside, [&]<int MT, int NT>() CMOE_LAMBDA {
-              stream_tile<D, MT, NT>(tile, {base + from * row + k, row}, count, kn,
-                                     groups[g].c + m * c_stride + first + from, c_stride, k > 0,
-                                     {fetch, share, NT * share});
-            });
-            fetch += count * kn * (int64_t)sizeof(W) / tiles;
-          };
-          // Memory decides: no gap from row to row. Arithmetic does, with more tiles: faster apart.
-          const int64_t even = here - here % D::kTurnN, at_once = tiles > 2 ? D::kTurnN : even;
-          for (int64_t n = 0; n < even; n += at_once) pass(D::kTurnN, n, at_once);
-          if (here % D::kTurnN > 0) pass(1, here - 1, 1);
+          for (int64_t at = k; at < end; at += part)
+            turn(m, mt, at, static_cast<int>(least(part, end - at)), k > 0, at == k,
+                 at + part >= end);
         }
       }
     }
@@ -184,14 +219,10 @@ template <class D, int kGroups>
 void stream_rows(const typename D::X* const* x, int M, const Matrices& w,
                  const RowGroup<typename D::W> (&groups)[kGroups], int64_t K, int64_t c_stride,
                  const typename D::W* next, typename D::X* packed) {
-  auto packed_bytes = [](int64_t places) {
-    return round_up<int64_t>(places, D::kChunk) * (int64_t)sizeof(typename D::X);
-  };
-  if (M <= D::kStreamM && M * packed_bytes(K) <= (M <= D::kRowsInL2 ? kPackedBytes : kPackedInL1))
+  const int64_t bytes = round_up<int64_t>(K, D::kChunk) * (int64_t)sizeof(typename D::X);
+  if (M <= D::kStreamM && M * bytes <= (M <= D::kRowsInL2 ? kPackedBytes : kPackedInL1))
     return stream_once<D>(x, M, w, groups, K, c_stride, next, packed);
-  const int64_t block = even_parts<D>(K, D::kBlockK);
-  const int64_t most = least<int64_t>(D::kStreamM, kTurnBytes / packed_bytes(block));
-  stream_in_turns<D>(x, M, w, groups, K, c_stride, next, most, packed);
+  stream_in_turns<D>(x, M, w, groups, K, c_stride, next, packed);
 }
 
 }  // namespace CMOE_ISA
