@@ -105,8 +105,8 @@ CMOE_INLINE int each_chunk(const typename D::X* const (&x)[MT], int n, const Ahe
 struct Fetch {
   const char* p;
   int64_t apart, a_line;  // bytes from row to row; for each 64 of a row at work
-  // Bytes from a row at work to one whose lines were fetched long before, of which some were dropped:
-  // they are fetched once more. 0: none.
+  // Bytes from a row at work to one that was fetched long before: its lines are asked for once more,
+  // lest one was lost on the way. 0: none.
   int64_t again;
 
   template <int NT, int64_t kBytes>
