@@ -51,6 +51,7 @@ CUDA_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CPU_COMPETITORS = (
     Competitor(impl="cmoe:auto"),
     Competitor(impl="cmoe:auto", mode="compile"),
+    Competitor(impl="cmoe:cpu_packed"),
     Competitor(impl="vllm:cpu_fused_moe"),
     Competitor(impl="vllm:fused_experts_cpu"),
     Competitor(impl="torch:grouped_mm"),

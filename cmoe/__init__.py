@@ -8,6 +8,7 @@ from cmoe.expert_map import ExpertMapManager
 from cmoe.gate import GateLinear
 from cmoe.layer import FusedMoE
 from cmoe.loading.report import LoadReport
+from cmoe.packed_weights import pack_weights, unpack_weights
 from cmoe.pluggable import PluggableLayer
 from cmoe.routed_experts import RoutedExperts
 from cmoe.router import (
@@ -56,5 +57,7 @@ __all__ = [
     "UnsupportedError",
     "ZeroExpertRouter",
     "get_layer_from_name",
+    "pack_weights",
     "static_context",
+    "unpack_weights",
 ]

@@ -5,16 +5,30 @@ T tokens, H hidden, I intermediate, E local experts, N = 2I for gated activation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cmoe.config import MoEConfig
-from cmoe.custom_ops.backends import Kernels, LayerSpec, select_kernels
+from cmoe.custom_ops.backends import (
+    Kernels,
+    LayerSpec,
+    choose_backend,
+    kernels_of,
+    reasons_against_packing,
+)
 from cmoe.custom_ops.fused_experts import Experts
-from cmoe.errors import LoadError
+from cmoe.custom_ops.packing import (
+    STRIP,
+    as_packed,
+    is_packed,
+    lay_out,
+    unpack,
+    unpacked_shape,
+)
+from cmoe.errors import LoadError, UnsupportedError
 from cmoe.expert_map import ExpertMapManager
 from cmoe.layer_state import is_method
 from cmoe.loading.expert_names import ExpertTensorName, parse_expert_name
@@ -32,7 +46,8 @@ class RoutedExperts(PluggableLayer):
 
     Rows of w13: gate, then up. Parameters ask for no gradient until `requires_grad_()`. Initialised
     like transformers does, normal with deviation 0.02; a layer built on the meta device gets its
-    values from `load_weights` after `to_empty`.
+    values from `load_weights` after `to_empty`. Weights may be packed (`pack_weights`): which ones
+    are, their own shapes tell.
     """
 
     w13_weight: nn.Parameter
@@ -140,7 +155,7 @@ class RoutedExperts(PluggableLayer):
             return self._native_write(name, parameter, tensor)
         tensor = self._oriented(name, parsed, tensor)
         return [
-            Write(self._target(parameter, row, part), source, (_slot(parameter, row, part),))
+            self._write(parameter, row, part, source)
             for part, halves in self._split(parsed, tensor)
             for row, source in self._per_row(rows, parsed, halves)
         ]
@@ -154,7 +169,11 @@ class RoutedExperts(PluggableLayer):
 
     def _native_write(self, name: str, parameter: str, tensor: Tensor) -> list[Write]:
         target = self.weights()[parameter]
-        _check_shape(name, tensor, tuple(target.shape))
+        if is_packed(target):
+            _check_shape(name, tensor, unpacked_shape(target))
+            tensor = as_packed(tensor)
+        else:
+            _check_shape(name, tensor, tuple(target.shape))
         rows = range(self.placement.num_local_experts())
         parts = self._parts_of(parameter)
         slots = tuple(_slot(parameter, row, part) for row in rows for part in parts)
@@ -211,10 +230,22 @@ class RoutedExperts(PluggableLayer):
         for row, expert in rows.items():
             yield row, source if parsed.expert is not None else source[expert]
 
+    def _write(self, parameter: str, row: int, part: str, source: Tensor) -> Write:
+        """One part of one expert."""
+        target = self._target(parameter, row, part)
+        fitting = source if source.dim() == target.dim() else as_packed(source)
+        return Write(target, fitting, (_slot(parameter, row, part),))
+
     def _target(self, parameter: str, row: int, part: str) -> Tensor:
-        """The logical area of one part of one expert inside a parameter."""
+        """The logical area of one part of one expert inside a parameter, packed where that is."""
         config = self.config
-        target = self.weights()[parameter].detach()[row]
+        whole = self.weights()[parameter].detach()
+        target = whole[row]
+        if is_packed(whole):
+            if part == "w2":
+                return target
+            num_strips = config.intermediate_size // STRIP
+            return target[num_strips:] if part == "w3" else target[:num_strips]
         if part == "w2":
             area = target[: config.hidden_size]
             return area if target.dim() == 1 else area[:, : config.intermediate_size]
@@ -241,10 +272,89 @@ class RoutedExperts(PluggableLayer):
             if name.endswith("_weight"):
                 parameter[..., intermediate if name.startswith("w2") else hidden :] = 0
 
+    def is_packed(self) -> bool:
+        """Whether a weight of the layer is packed."""
+        return bool(self._packed())
+
+    def refuses_packed(self) -> tuple[str, ...]:
+        """Why the kernels read no packed weights of this layer, the backend's name in front."""
+        reasons = reasons_against_packing(self._backend, self._spec())
+        return tuple(f"backend {self._backend.name} {reason}" for reason in reasons)
+
+    def unpack_weights(self) -> None:
+        """Gives packed weights the checkpoint's layout again, see `cmoe.unpack_weights`."""
+        for name in self._weight_names:
+            if name not in self._parameters and is_packed(self.weights()[name]):
+                raise UnsupportedError(
+                    f"{name} was packed before a parametrization was registered on it; remove the "
+                    "parametrization, unpack the weights, register it again"
+                )
+        for parameter in self._packed().values():
+            lay_out(parameter, unpack)
+
+    def _packed(self) -> dict[str, nn.Parameter]:
+        """The parameters that are packed, by name: the tensors tell, nothing else does."""
+        own = ((name, self._parameters.get(name)) for name in self._weight_names)
+        return {name: p for name, p in own if p is not None and is_packed(p)}
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """A state_dict has the checkpoint's layout; the parameters themselves stay as they are."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            for name, parameter in self._packed().items():
+                destination[f"{prefix}{name}"] = unpack(parameter.detach())
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Packed parameters are given views of their own shape."""
+        given = dict(state_dict)
+        for name, parameter in self._packed().items():
+            tensor, shape = given.get(f"{prefix}{name}"), unpacked_shape(parameter)
+            if not isinstance(tensor, Tensor) or is_packed(tensor):
+                continue
+            if tensor.shape == shape:
+                given[f"{prefix}{name}"] = as_packed(tensor.detach())
+            else:
+                given[f"{prefix}{name}"] = parameter
+                found = tuple(tensor.shape)
+                error_msgs.append(f"{prefix}{name}: shape {found} should be {shape}")
+        super()._load_from_state_dict(
+            given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
     def _settle(self) -> None:
-        """What depends on where the parameters are: the kernels, the expert map."""
+        """What depends on where the parameters are: kernels, layout, expert map."""
+        spec = self._spec()
+        self._backend = choose_backend(spec, self.config.backend)
+        self.kernels: Kernels = kernels_of(self._backend)
+        self._fused_experts = self.kernels.fused_experts  # what another set later is told from
+        self._settle_layout()
+        table = self.placement.expert_map()
+        self.expert_map = None if table is None else table.to(spec.device)
+
+    def _settle_layout(self) -> None:
+        """Weights stay packed where the kernels read them, contiguous, as `pack` makes them."""
+        if not self.is_packed():
+            return
+        if self.refuses_packed():
+            self.unpack_weights()
+        for parameter in self._packed().values():
+            if not parameter.is_contiguous():  # assigned from a view, put in another format
+                lay_out(parameter, Tensor.contiguous)
+
+    def _spec(self) -> LayerSpec:
         weight = self.w13_weight
-        spec = LayerSpec(
+        return LayerSpec(
             device=weight.device,
             dtype=weight.dtype,
             num_experts=weight.shape[0],
@@ -253,10 +363,6 @@ class RoutedExperts(PluggableLayer):
             intermediate_size=self.config.padded_intermediate_size(),
             activation=self.config.activation.name,
         )
-        self.kernels: Kernels = select_kernels(spec, self.config.backend)
-        self._fused_experts = self.kernels.fused_experts  # what another set later is told from
-        table = self.placement.expert_map()
-        self.expert_map = None if table is None else table.to(weight.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedExperts:
         super()._apply(fn, recurse)
@@ -265,7 +371,8 @@ class RoutedExperts(PluggableLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["kernels"], state["_fused_experts"]  # Chosen anew where the copy lives.
+        for chosen in ("_backend", "kernels", "_fused_experts"):
+            del state[chosen]  # Anew where the copy lives.
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -273,11 +380,12 @@ class RoutedExperts(PluggableLayer):
         self._settle()
 
     def extra_repr(self) -> str:
-        """E, K, H, I, activation."""
+        """E, K, H, I, activation, whether the weights are packed."""
         c = self.config
         return (
             f"num_experts={c.num_experts}, top_k={c.top_k}, hidden_size={c.hidden_size}, "
             f"intermediate_size={c.intermediate_size}, activation={c.activation.name}"
+            f"{', packed' if self.is_packed() else ''}"
         )
 
 

@@ -60,6 +60,7 @@ LEVELS: Mapping[str, int] = {
     "cmoe.shared_experts": 3,
     "cmoe.runner_interface": 3,
     "cmoe.runner_weights": 4,
+    "cmoe.packed_weights": 4,
     "cmoe.checkpoint": 4,
     "cmoe.ops": 4,
     "cmoe.runner": 5,

@@ -17,6 +17,7 @@ CONTROL = DenseControl.impl
 PEERS: dict[str, Callable[[], Peer]] = {
     "cmoe:auto": lambda: CmoeExperts("auto"),
     "cmoe:cpu": lambda: CmoeExperts("cpu"),
+    "cmoe:cpu_packed": lambda: CmoeExperts("cpu", packed=True),
     "cmoe:triton": lambda: CmoeExperts("triton"),
     "cmoe:reference": lambda: CmoeExperts("reference"),
     "transformers:eager": lambda: TransformersExperts("eager"),

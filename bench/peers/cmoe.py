@@ -14,11 +14,15 @@ from bench.verify import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
 
 
 class CmoeExperts(Peer):
-    """The functional `fused_experts` op of one backend; "auto" takes the name of what it chose."""
+    """The functional `fused_experts` op of one backend; "auto" takes the name of what it chose.
 
-    def __init__(self, backend: str) -> None:
-        self.impl = f"cmoe:{backend}"
+    packed: with weights that `cmoe.pack_weights` brought into the kernels' layout.
+    """
+
+    def __init__(self, backend: str, *, packed: bool = False) -> None:
+        self.impl = f"cmoe:{backend}{'_packed' if packed else ''}"
         self._requested = backend
+        self._packed = packed
 
     def version(self) -> str:
         import cmoe
@@ -26,30 +30,44 @@ class CmoeExperts(Peer):
         return str(cmoe.__version__)
 
     def unsupported(self, case: Case, mode: str) -> str | None:
-        from cmoe.custom_ops.backends import explain_backends
+        from cmoe.custom_ops.backends import (
+            choose_backend,
+            explain_backends,
+            reasons_against_packing,
+        )
 
         if self._requested == "auto":
             return None
-        reasons = explain_backends(layer_spec(case.shape, case.dtype))
+        spec = layer_spec(case.shape, case.dtype)
+        reasons = explain_backends(spec)
         if self._requested not in reasons:
             return f"no backend {self._requested!r}, there are {', '.join(reasons)}"
-        return "; ".join(reasons[self._requested]) or None
+        against = reasons[self._requested]
+        if self._packed and not against:
+            against = reasons_against_packing(choose_backend(spec, self._requested), spec)
+        return "; ".join(against) or None
+
+    def num_own_layouts(self, shape: Shape) -> int:
+        return 1 if self._packed else 0
 
     def load(self, shape: Shape, weights: Weights) -> Loaded:
         from cmoe.custom_ops.backends import choose_backend, select_kernels
+        from cmoe.custom_ops.packing import pack
 
         dtype = next(
             name for name, torch_dtype in DTYPES.items() if torch_dtype == weights.w2.dtype
         )
         spec = layer_spec(shape, dtype)
-        self.impl = f"cmoe:{choose_backend(spec, self._requested).name}"
+        if self._requested == "auto":
+            self.impl = f"cmoe:{choose_backend(spec).name}"
+        w13, w2 = map(pack, weights[:2]) if self._packed else weights[:2]
         fused_experts = select_kernels(spec, self._requested).fused_experts
 
         def experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
             return fused_experts(
                 x,
-                weights.w13,
-                weights.w2,
+                w13,
+                w2,
                 topk_weights,
                 topk_ids,
                 weights.w13_bias,

@@ -55,7 +55,8 @@ def load_model(
     ignore: regular expressions of checkpoint names that the model does without. Otherwise as
     load_layer: everything is judged, from the headers, before anything is written.
     """
-    for name, tensor in model.state_dict().items():
+    # As they are: packed weights would be copied for their names.
+    for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_meta:
             raise LoadError(
                 f"{name} is on the meta device; give the model storage with to_empty first"

@@ -19,6 +19,7 @@ import torch
 from cmoe.custom_ops.fused_experts import fused_experts, fused_experts_reference
 from cmoe.custom_ops.fused_moe import fused_moe_reference
 from cmoe.custom_ops.gate import gate_reference
+from cmoe.custom_ops.packing import STRIP
 from cmoe.custom_ops.registration import differentiable
 from cmoe.custom_ops.route import route, route_reference
 from cmoe.errors import UnsupportedError
@@ -66,6 +67,13 @@ class Backend(ABC):
     @abstractmethod
     def kernels(self) -> Kernels:
         """The kernels; called only after `refuses` returned nothing."""
+
+    def refuses_packed(self, spec: LayerSpec) -> tuple[str, ...]:
+        """Why these kernels read no packed weights (`packing.py`) of such a layer; else empty.
+
+        Asked only of a layer that `refuses` has nothing against.
+        """
+        return ("reads weights as checkpoints have them",)
 
     def could_run(self) -> tuple[tuple[str, str], ...]:
         """(kind of device, what runs there), on this machine or another; none: on any device."""
@@ -128,10 +136,24 @@ def explain_backends(spec: LayerSpec) -> dict[str, tuple[str, ...]]:
 
 
 def _reasons(backend: Backend, spec: LayerSpec) -> tuple[str, ...]:
-    """What the backend refuses the layer for, its type checked: a str would be spelled out."""
-    reasons = backend.refuses(spec)
+    """What the backend refuses the layer for."""
+    return _checked(backend, "refuses", backend.refuses(spec))
+
+
+def reasons_against_packing(backend: Backend, spec: LayerSpec) -> tuple[str, ...]:
+    """What the backend refuses packed weights of the layer for, or what nobody could pack."""
+    reasons = _checked(backend, "refuses_packed", backend.refuses_packed(spec))
+    if not reasons and (spec.hidden_size % STRIP or spec.intermediate_size % STRIP):
+        return (f"needs strips of {STRIP} rows that end with gate, up, down: {spec}",)
+    return reasons
+
+
+def _checked(backend: Backend, method: str, reasons: tuple[str, ...]) -> tuple[str, ...]:
+    """The reasons, their type checked: a str would be spelled out."""
     if not isinstance(reasons, tuple):
-        raise TypeError(f"refuses() of backend {backend.name!r} must give a tuple, not {reasons!r}")
+        raise TypeError(
+            f"{method}() of backend {backend.name!r} must give a tuple, not {reasons!r}"
+        )
     return reasons
 
 
@@ -155,8 +177,12 @@ def choose_backend(spec: LayerSpec, requested: str = "auto") -> Backend:
 
 
 def select_kernels(spec: LayerSpec, requested: str = "auto") -> Kernels:
-    """The chosen backend's kernels; a call that needs gradients runs the reference instead."""
-    backend = choose_backend(spec, requested)
+    """The kernels of the chosen backend, see `kernels_of`."""
+    return kernels_of(choose_backend(spec, requested))
+
+
+def kernels_of(backend: Backend) -> Kernels:
+    """The backend's kernels; a call that needs gradients runs the reference instead."""
     kernels = backend.kernels()
     name = None if backend is _LAST else backend.name
     whole = kernels.fused_moe

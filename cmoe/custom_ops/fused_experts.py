@@ -14,6 +14,7 @@ from torch import Tensor
 from cmoe.activation import Activation, apply_activation
 from cmoe.custom_ops.grouped_mm import grouped_mm
 from cmoe.custom_ops.id_range import check_ids
+from cmoe.custom_ops.packing import is_packed, unpack
 from cmoe.custom_ops.registration import define_op, of_real_calls_too
 
 SCHEMA = (
@@ -64,14 +65,16 @@ def fused_experts_reference(
     e is topk_ids[t, k].
 
     x: [T, H]; w13: [E, N, H], gate rows then up rows, or alternating with `interleaved`;
-    w2: [E, H, I]; any strides. topk_weights: [T, K] float32; topk_ids: [T, K] int32 or int64, where
-    -1 contributes exactly nothing. Biases: [E, N], [E, H]. expert_map: [P] int32, id -> row of the
-    weights or -1 when the expert is not here; None: ids are rows. With
-    `apply_router_weight_on_input` (K = 1) the weight multiplies x before the experts instead.
+    w2: [E, H, I]; any strides; or both packed, see `packing.py`. topk_weights: [T, K] float32;
+    topk_ids: [T, K] int32 or int64, where -1 contributes exactly nothing. Biases: [E, N], [E, H].
+    expert_map: [P] int32, id -> row of the weights or -1 when the expert is not here; None: ids are
+    rows. With `apply_router_weight_on_input` (K = 1) the weight multiplies x before the experts
+    instead.
     -> [T, H], contiguous, x's dtype; projections in x's dtype, everything else in float32 (float64
     for float64), one rounding at the end. Raises ValueError for shapes that do not fit, ids outside
     [-1, P). Plain traceable torch, differentiable in x, weights, biases, topk_weights.
     """
+    w13, w2 = _unpacked(w13, w2)
     check_weights(x, w13, w2, w13_bias, w2_bias, activation)
     check_routing(x, topk_weights, topk_ids, expert_map, apply_router_weight_on_input)
     num_rows_of_ids = w13.shape[0] if expert_map is None else expert_map.shape[0]
@@ -108,6 +111,17 @@ def fused_experts_reference(
     return y[slots].view(num_tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
 
 
+def _unpacked(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights as checkpoints have them. ValueError where one alone is packed."""
+    if is_packed(w13) != is_packed(w2):
+        raise ValueError(
+            "w13 and w2 must be both packed or both as checkpoints have them; got "
+            f"{tuple(w13.shape)}, {tuple(w2.shape)}; cmoe.pack_weights or cmoe.unpack_weights "
+            "makes a layer's weights alike"
+        )
+    return (unpack(w13), unpack(w2)) if is_packed(w13) else (w13, w2)
+
+
 def check_weights(
     x: Tensor,
     w13: Tensor,
@@ -116,12 +130,14 @@ def check_weights(
     w2_bias: Tensor | None,
     activation: str,
 ) -> None:
-    """Raises ValueError unless weights, biases fit x and one another."""
+    """Raises ValueError unless weights, biases fit x and one another, none of them packed."""
     gated = Activation(name=activation).is_gated()
     if x.dim() != 2 or w13.dim() != 3 or w2.dim() != 3:
+        packed = "; these kernels read no packed weights: call cmoe.unpack_weights"
         raise ValueError(
             "fused_experts needs x [T, H], w13 [E, N, H], w2 [E, H, I]; got "
             f"{tuple(x.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}"
+            f"{packed if is_packed(w13) or is_packed(w2) else ''}"
         )
     num_experts, hidden, intermediate = w2.shape
     expected = (num_experts, (2 if gated else 1) * intermediate, hidden)

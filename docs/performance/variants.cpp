@@ -7,7 +7,10 @@
 //    -mfma -mf16c"
 // for v in before after; do g++ $F -DCMOE_ISA=of_$v -DVARIANT=$v -I$v -c variant.cpp -o $v.o; done
 // g++ $F -fopenmp '-DVARIANTS=X(before) X(after)' -Iafter variants.cpp before.o after.o -o variants
-// ./variants SHAPE T,T,... ROUNDS [rows]     rows: storage [E, K, N], gate and up alternating
+// ./variants SHAPE T,T,... ROUNDS [rows|packed]
+//
+// rows: storage [E, K, N], gate and up alternating. packed: the first variant reads the weights as
+// rows, every other one as packed.
 //
 // Prints for each T the read rate, then for each variant the median time, its rate, the median of
 // its share of the read's rate, of its speed over the first variant's, both call by call.
@@ -109,8 +112,10 @@ void read_weights(const Problem& p, size_t bytes13, size_t bytes2) {
   }
 }
 
-void compare(const Shape& s, int T, int rounds, bool rows_contiguous, const uint16_t* w13,
+void compare(const Shape& s, int T, int rounds, const char* layout, const uint16_t* w13,
              const uint16_t* w2, const char* flush, char* scratch) {
+  const bool rows_contiguous = std::strcmp(layout, "rows") == 0;
+  const bool packed = std::strcmp(layout, "packed") == 0;
   const int64_t N = 2 * s.I;
   std::mt19937 random(T);
   const std::vector<uint16_t> b13(s.E * N, 0x3c00), b2(s.E * s.H, 0x3c00);
@@ -157,6 +162,7 @@ void compare(const Shape& s, int T, int rounds, bool rows_contiguous, const uint
       if (arm == arms.size()) {
         read_weights(p, 2 * N * s.H, 2 * s.H * s.I);
       } else {
+        p.packed = packed && arm > 0;
         arms[arm].kernels->run(p, scratch);
       }
       if (round > 0) ms[arm].push_back(now_ms() - start);  // the first round warms up
@@ -187,6 +193,6 @@ int main(int argc, char** argv) {
     char *flush = pages(kFlushBytes), *scratch = pages(kScratchBytes);
     std::memset(flush, 1, kFlushBytes);
     for (char* t = std::strtok(argv[2], ","); t != nullptr; t = std::strtok(nullptr, ","))
-      compare(s, std::atoi(t), std::atoi(argv[3]), argc > 4, w13, w2, flush, scratch);
+      compare(s, std::atoi(t), std::atoi(argv[3]), argc > 4 ? argv[4] : "", w13, w2, flush, scratch);
   }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import cmoe
 from cmoe import LoadError
 from cmoe.checkpoint.folder import Checkpoint, open_checkpoint
 from cmoe.checkpoint.load import load_layer, load_model
+from cmoe.custom_ops.packing import is_packed, unpack
 from tests.layers import HIDDEN, NUM_EXPERTS, config_of, expert_tensors, layer_of, x_of
+from tests.packable import packable_config, strips_backend
 
 PREFIXES = ("", "mlp", "model.layers.0.mlp", "mtp.0.model.layers.3.mlp")
 
@@ -349,3 +352,85 @@ def test_a_model_on_meta_has_nowhere_to_write(tmp_path: Path) -> None:
         model = Model()
     with pytest.raises(LoadError, match="on the meta device; give the model storage"):
         load_model(model, saved(tmp_path, model_tensors()))
+
+
+# --- packed weights -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.ModuleDict]:
+    """A model of two packed layers; to unpack a whole weight is an error."""
+
+    def forbidden(weight: Tensor) -> Tensor:
+        raise AssertionError("a whole weight was unpacked")
+
+    with strips_backend():
+        model = packable_model()
+        cmoe.pack_weights(model)
+        with monkeypatch.context() as patch:
+            patch.setattr("cmoe.routed_experts.unpack", forbidden)
+            yield model
+
+
+def packable_model() -> nn.ModuleDict:
+    config = packable_config(layout=cmoe.CheckpointLayout(transposed=False), has_bias=True)
+    with cmoe.static_context():
+        layers = [layer_of(config, f"{n}.mlp", gate=cmoe.GateLinear(64, 5)) for n in range(2)]
+    return nn.ModuleDict({str(n): nn.ModuleDict({"mlp": mlp}) for n, mlp in enumerate(layers)})
+
+
+def packable_tensors() -> dict[str, Tensor]:
+    return {
+        f"{layer}.mlp.{name}": tensor
+        for layer in range(2)
+        for name, tensor in {
+            **expert_tensors(packable_config(has_bias=True)),
+            "gate.weight": torch.randn(NUM_EXPERTS, 64),
+        }.items()
+    }
+
+
+def unpacked(model: nn.Module) -> dict[str, Tensor]:
+    """Its state_dict, in which the fixture forbids nothing."""
+    copied = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {n: unpack(tensor) if is_packed(tensor) else tensor for n, tensor in copied.items()}
+
+
+@pytest.mark.parametrize("how", ["layers", "model"])
+def test_packed_layers_are_loaded_as_they_are(
+    how: str, packed: nn.ModuleDict, tmp_path: Path
+) -> None:
+    tensors = packable_tensors()
+    checkpoint, plain = saved(tmp_path, tensors), packable_model()
+    load_model(plain, checkpoint)
+    pointers = {name: p.data_ptr() for name, p in packed.named_parameters()}
+    nan_filled(packed)
+    if how == "model":
+        report = load_model(packed, checkpoint)
+        assert sorted(report.keys_used) == sorted(tensors)
+    else:
+        for layer in packed:
+            load_layer(packed[layer]["mlp"], checkpoint, f"{layer}.mlp")
+    assert {name: p.data_ptr() for name, p in packed.named_parameters()} == pointers
+    assert packed["1"]["mlp"].routed_experts.is_packed()
+    for name, tensor in unpacked(packed).items():
+        assert torch.equal(tensor, plain.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("1.mlp.experts.2.up_proj.weight", r"shape \(3, 3\) should be \(32, 64\)"),
+        ("1.mlp.experts.w2_weight", r"shape \(3, 3\) should be \(5, 64, 32\)"),
+        ("1.mlp.more.weight", r"no home for 1\.mlp\.more\.weight"),
+    ],
+)
+def test_a_fault_leaves_packed_layers_as_they_were(
+    name: str, message: str, packed: nn.ModuleDict, tmp_path: Path
+) -> None:
+    before = {name: p.clone() for name, p in packed.named_parameters()}
+    checkpoint = saved(tmp_path, {**packable_tensors(), name: torch.ones(3, 3)})
+    with pytest.raises(LoadError, match=message):
+        load_model(packed, checkpoint)
+    for name, parameter in packed.named_parameters():
+        assert torch.equal(parameter, before[name])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cmoe.environment import cxx_compiler
+
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 32, 1024, 1024
 LAYERS = 2
 MAX_RATIO = 1.05
@@ -107,6 +109,63 @@ def test_the_peak(layout: str, dtype: str, arguments: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     weights, taken = map(int, done.stdout.split())
     assert 0.99 * weights < taken <= MAX_RATIO * weights, taken / weights
+
+
+# What packing adds at its highest, then a load into the packed layers.
+PACKED = """
+import sys
+from pathlib import Path
+import torch
+import cmoe
+from cmoe.checkpoint import load_model, open_checkpoint
+from cmoe.demo.memory import peak_bytes, reset_peak
+
+cpu = torch.device("cpu")
+small, large = (open_checkpoint(Path(folder)) for folder in sys.argv[1:3])
+
+def model_of(num_experts, hidden, intermediate):
+    config = cmoe.MoEConfig(
+        num_experts=num_experts, top_k=2, hidden_size=hidden, intermediate_size=intermediate,
+        layout=cmoe.CheckpointLayout(transposed=True, interleaved=True),
+        params_dtype=torch.bfloat16,
+    )
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(hidden, hidden)})
+        for layer in range(2):
+            prefix = f"{num_experts}-layer-{layer}"
+            model[str(layer)] = torch.nn.ModuleDict({"mlp": cmoe.FusedMoE(config, prefix)})
+    return model.to_empty(device="cpu")
+
+def taken(call):
+    reset_peak(cpu)
+    before = peak_bytes(cpu)
+    call()
+    return peak_bytes(cpu) - before
+
+tiny = model_of(2, 64, 32)
+cmoe.pack_weights(tiny)
+load_model(tiny, small)
+model = model_of(*SIZES)
+load_model(model, large)
+largest = max(p.nbytes for p in model.parameters())
+print(largest, taken(lambda: cmoe.pack_weights(model)), taken(lambda: load_model(model, large)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc/self/clear_refs")
+@pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler")
+def test_the_peak_of_packing(tmp_path: Path) -> None:
+    small = write_zeros(tmp_path / "small", shapes_of("transposed", 2, 64, 32), "BF16")
+    sizes = (NUM_EXPERTS, HIDDEN, INTERMEDIATE)
+    large = write_zeros(tmp_path / "large", shapes_of("transposed", *sizes), "BF16")
+    child = PACKED.replace("SIZES", repr(sizes))
+    command = [sys.executable, "-c", child, str(small), str(large)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    largest, packing, loading = map(int, done.stdout.split())
+    assert 0.9 * largest < packing <= MAX_RATIO * largest, packing / largest
+    assert loading <= 0.2 * largest, loading / largest
 
 
 PRETRAINED = """

@@ -17,7 +17,14 @@ import cmoe
 from cmoe import LoadError
 from cmoe.checkpoint import Checkpoint, load_model, open_checkpoint, save_model, write
 from cmoe.checkpoint import save as save_module
-from tests.checkpoint.test_load import Model, model_tensors, saved
+from tests.checkpoint.test_load import (
+    Model,
+    model_tensors,
+    packable_model,
+    packable_tensors,
+    saved,
+)
+from tests.packable import strips_backend
 
 
 def another() -> Model:
@@ -233,3 +240,28 @@ def test_config_keeps_the_name_of_its_dtype(tmp_path: Path) -> None:
     save_model(model, tmp_path / "to", checkpoint)
     content = json.loads((tmp_path / "to" / "config.json").read_text())
     assert content == {**checkpoint.config, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("layout", ["original", "fused", "per_expert"])
+def test_packed_weights_are_saved_as_they_were(
+    layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Value by value, no whole weight is unpacked for it."""
+
+    def forbidden(weight: Tensor) -> Tensor:
+        raise AssertionError("a whole weight was unpacked")
+
+    (tmp_path / "from").mkdir()
+    checkpoint = saved(tmp_path / "from", packable_tensors())
+    with strips_backend():
+        model = packable_model()
+        load_model(model, checkpoint)
+        save_model(model, tmp_path / "plain", checkpoint, layout=layout)
+        cmoe.pack_weights(model)
+        monkeypatch.setattr("cmoe.routed_experts.unpack", forbidden)
+        save_model(model, tmp_path / "packed", checkpoint, layout=layout)
+        assert_same_bits(tensors_of(tmp_path / "packed"), tensors_of(tmp_path / "plain"))
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        load_model(model, open_checkpoint(tmp_path / "packed"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])

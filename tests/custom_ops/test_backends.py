@@ -17,7 +17,9 @@ from cmoe.custom_ops.backends import (
     ReferenceBackend,
     choose_backend,
     explain_backends,
+    kernels_of,
     list_backends,
+    reasons_against_packing,
     register_backend,
     select_kernels,
     unregister_backend,
@@ -136,6 +138,35 @@ def test_reasons_that_are_no_tuple_are_an_error() -> None:
         choose_backend(SPEC)
 
 
+def test_a_backend_reads_no_packed_weights_unless_it_says_so() -> None:
+    for backend in (ReferenceBackend(), Outside("mine")):
+        expected = ("reads weights as checkpoints have them",)
+        assert reasons_against_packing(backend, SPEC) == expected
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 80}, {"intermediate_size": 16}])
+def test_strips_that_reach_over_two_parts_are_refused_for_every_backend(
+    changes: dict[str, int],
+) -> None:
+    class Packs(Outside):
+        def refuses_packed(self, spec: LayerSpec) -> tuple[str, ...]:
+            return ()
+
+    assert reasons_against_packing(Packs("mine"), SPEC) == ()
+    (reason,) = reasons_against_packing(Packs("mine"), dataclasses.replace(SPEC, **changes))
+    assert reason.startswith("needs strips of 32 rows that end with gate, up, down: bfloat16 E8")
+
+
+def test_reasons_against_packing_that_are_no_tuple_are_an_error() -> None:
+    class Spelled(Outside):
+        def refuses_packed(self, spec: LayerSpec) -> tuple[str, ...]:
+            return "no"
+
+    message = r"refuses_packed\(\) of backend 'mine' must give a tuple, not 'no'"
+    with pytest.raises(TypeError, match=message):
+        reasons_against_packing(Spelled("mine"), SPEC)
+
+
 def test_a_backend_states_both_of_its_methods() -> None:
     class Half(Backend):
         name = "half"
@@ -237,6 +268,11 @@ def test_an_unknown_backend() -> None:
 def test_explain_backends() -> None:
     register_backend(Outside("fast", "no compiler"))
     assert explain_backends(SPEC) == {"fast": ("no compiler",), "reference": ()}
+
+
+def test_kernels_of_a_backend_that_was_chosen_before() -> None:
+    backend = Outside("mine")
+    assert kernels_of(backend).fused_experts(torch.ones(1)) == "mine experts"
 
 
 def test_selected_kernels_are_the_backends_unless_gradients_are_asked_for() -> None:

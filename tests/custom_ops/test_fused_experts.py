@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from cmoe.custom_ops.fused_experts import fused_experts, fused_experts_reference
+from cmoe.custom_ops.fused_experts import check_weights, fused_experts, fused_experts_reference
+from cmoe.custom_ops.packing import pack, unpack
 from tests.custom_ops.cases import (
     EXPERTS_ELSEWHERE,
     IDS_OF_EIGHT,
@@ -218,6 +219,80 @@ def test_ids_outside_the_expert_map(implementation: Callable[..., Tensor]) -> No
         implementation(*p.arguments())
 
 
+# --- packed weights -------------------------------------------------------------------------------
+
+
+def of_whole_strips(dtype: torch.dtype = torch.float32, *, gated: bool = True) -> Problem:
+    """A problem whose weights can be packed."""
+    p = problem(dtype=dtype, activation="silu" if gated else "relu2_no_mul")
+    rows = 64 if gated else 32
+    return p.but(
+        x=torch.randn(9, 96).to(dtype),
+        w13=torch.randn(5, rows, 96).div(10).to(dtype),
+        w2=torch.randn(5, 96, 32).div(6).to(dtype),
+        w13_bias=torch.randn(5, rows).to(dtype),
+        w2_bias=torch.randn(5, 96).to(dtype),
+    )
+
+
+def packed(p: Problem) -> Problem:
+    return p.but(w13=pack(p.w13), w2=pack(p.w2))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_give_the_same_bits(
+    implementation: Callable[..., Tensor], dtype: torch.dtype, gated: bool
+) -> None:
+    p = of_whole_strips(dtype, gated=gated)
+    expected = check(implementation, p)
+    assert torch.equal(implementation(*packed(p).arguments()), expected)
+
+
+def test_packed_weights_are_differentiated() -> None:
+    p = of_whole_strips(torch.float64)
+    grads = []
+    for q in (p, packed(p)):
+        inputs = [tensor.detach().requires_grad_() for tensor in (q.x, q.w13, q.w2)]
+        y = fused_experts_reference(
+            *q.but(**dict(zip(("x", "w13", "w2"), inputs, strict=True))).arguments()
+        )
+        grads.append(torch.autograd.grad((y * torch.arange(96)).sum(), inputs))
+    assert torch.equal(grads[1][0], grads[0][0])
+    for plain, of_packed in zip(grads[0][1:], grads[1][1:], strict=True):
+        assert torch.equal(unpack(of_packed), plain)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_one_packed_weight_alone(implementation: Callable[..., Tensor], name: str) -> None:
+    p = of_whole_strips()
+    mixed = p.but(**{name: getattr(packed(p), name)})
+    message = r"w13 and w2 must be both packed or both as .*cmoe\.pack_weights or cmoe\.unpack"
+    with pytest.raises(ValueError, match=message):
+        implementation(*mixed.arguments())
+
+
+@IMPLEMENTATIONS
+def test_packed_weights_of_another_shape(implementation: Callable[..., Tensor]) -> None:
+    p = packed(of_whole_strips())
+    faults = [
+        (p.w2[..., :1], r"a packed weight must be .*; got \(5, 3, 16, 32, 1\)"),
+        (p.w2[:, :2], r"w13 must be \(5, 64, 64\) for w2 \(5, 64, 32\).*got \(5, 64, 96\)"),
+    ]
+    for w2, message in faults:
+        with pytest.raises(ValueError, match=message):
+            implementation(*p.but(w2=w2).arguments())
+
+
+def test_kernels_that_read_no_packed_weights_say_so() -> None:
+    p = packed(of_whole_strips())
+    message = r"got .*\(5, 3, 16, 32, 2\); these kernels read no packed weights: call cmoe\.unpack"
+    with pytest.raises(ValueError, match=message):
+        check_weights(p.x, p.w13, p.w2, p.w13_bias, p.w2_bias, p.activation)
+
+
 # --- the op's contract ----------------------------------------------------------------------------
 
 CONTRACTS: dict[str, Callable[[], Problem]] = {
@@ -234,6 +309,7 @@ CONTRACTS: dict[str, Callable[[], Problem]] = {
     "limit, interleaved": lambda: problem(activation="swigluoai").but(limit=7.0, interleaved=True),
     "weight on input": lambda: problem(top_k=1).but(apply_router_weight_on_input=True),
     "expert_map": lambda: problem().but(expert_map=torch.arange(-1, 4, dtype=torch.int32)),
+    "packed weights": lambda: packed(of_whole_strips()),
 }
 
 

@@ -1,10 +1,14 @@
 // How a weight format meets x in a register tile.
 //
 // A dot D names the element types W (weights in memory) and X (activations in scratch), the chunk
-// of K that one step takes, the tile shape, tile(), and stream() for weights that pass once. A weight
-// format is a struct with half<h>(p) and half<h>(p, n): one chunk of K as two vectors of fp32, in an
-// order that x is brought into as well. That is all a new format writes.
+// of K that one step takes, the tile shape, tile(), stream() for weights that pass once, pair() with
+// outer() for packed ones. A weight format is a struct with half<h>(p) and half<h>(p, n): one chunk of
+// K as two vectors of fp32, in an order that x is brought into as well. That is all a new format
+// writes.
 #pragma once
+
+#include <cstring>
+#include <type_traits>
 
 #include "problem.h"
 
@@ -276,6 +280,18 @@ struct NativeBf16 {
       step([rest](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p, rest); }, k);
     }
   }
+
+  static constexpr bool kPacked = true;
+  // Places k, k + 1 of a row of x in every lane; their products with those of kLanes columns.
+  static CMOE_INLINE __m512bh pair(const X* x, int64_t k) {
+    int32_t both;
+    std::memcpy(&both, x + k, sizeof both);
+    return (__m512bh)_mm512_set1_epi32(both);
+  }
+  static CMOE_INLINE V outer(V acc, __m512i w, __m512bh x) {
+    return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, x);
+  }
+
   // One fp32 row of n values, the first at column `at`; up to `end` the row is filled with zeros.
   static void store(X* to, int64_t at, const float* from, int64_t n, int64_t end) {
     for (int64_t i = 0; i < n; i += kLanes) {
@@ -437,6 +453,20 @@ struct Fma {
       half_step.template operator()<1>(k, n - k);
     }
   }
+
+  static constexpr bool kPacked = std::is_same_v<Format, Bf16>;
+  struct Pair {
+    V even, odd;
+  };
+  static CMOE_INLINE Pair pair(const X* x, int64_t k) {
+    const X* at = x + k - k % kChunk + k % kChunk / 2;
+    return {vset(at[0]), vset(at[kLanes])};
+  }
+  template <class Columns>
+  static CMOE_INLINE V outer(V acc, Columns w, Pair x) {
+    return vfma(bf16_odd(w), x.odd, vfma(bf16_even(w), x.even, acc));
+  }
+
   static void store(X* to, int64_t at, const float* from, int64_t n, int64_t end) {
     auto place = [](int64_t i) {
       const int64_t in = i % kChunk;

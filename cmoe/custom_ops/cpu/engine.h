@@ -1,7 +1,7 @@
 // The fused experts of one instruction set: two grouped GEMMs along K over a flat work list.
 //
-// Weights are used as they lie, [rows, K] with K contiguous. An output is a dot product along K:
-// each of the kLanes lanes of an accumulator sums its own slice of K, the lanes are folded by one
+// Weights are used as they lie. In checkpoint layout, [rows, K] with K contiguous, an output is a dot
+// product along K: each of the kLanes lanes of an accumulator sums its own slice of K, the lanes are folded by one
 // fixed tree, and blocks of K are added in order. Every tile shape follows that order, so a token's
 // result does not depend on the batch.
 //
@@ -13,6 +13,7 @@
 #pragma once
 
 #include "activation.h"
+#include "outer.h"
 #include "problem.h"
 #include "stream.h"
 
@@ -20,43 +21,46 @@ namespace cmoe {
 namespace CMOE_ISA {
 
 constexpr size_t kAlign = 64;
-constexpr int kUnit =
-    16;  // columns: items are whole units, so that no two threads share a line of h
-constexpr int64_t kUnitsPerItem = 2;  // at least, while there is enough work for all threads
+// Items are whole units of columns, so that no two threads share a line of h, no strip is divided;
+// at least kColumnsPerItem, while there is enough work for all threads.
+constexpr int64_t kUnit = 16, kColumnsPerItem = 32;
 // An item with few rows streams its weights once: all of its columns in one go, so that memory sees
 // long runs. One with more rows takes kWeightRowsPerBlock rows of weights at a time.
 constexpr int kRowsPerBlock = 128, kWeightRowsPerBlock = 192;
-constexpr int64_t kUnitsStreamed1 = 12, kUnitsStreamed2 = 32;
+constexpr int64_t kColumnsStreamed1 = 192, kColumnsStreamed2 = 512;
 
-// Units [0, total) handed out to threads: long runs first, short ones at the end to finish
-// together. A run does not cross a multiple of `row` units.
+// `rows` times some columns handed out to threads: long runs first, short ones at the end to finish
+// together. A run is of whole units, within a row.
 struct WorkList {
   alignas(64) int64_t next = 0;
-  int64_t total, row, most, threads;
+  int64_t unit, row, total, most, threads;  // row, total, most: in units
 
   struct Item {
-    int64_t row, first, units;  // units = 0: nothing left
+    int64_t row, first, columns;  // columns = 0: nothing left
   };
 
-  WorkList(int64_t rows, int64_t units_a_row, int64_t most_units, int64_t num_threads)
-      : total(rows * units_a_row), row(units_a_row), most(most_units), threads(num_threads) {}
+  WorkList(int64_t rows, int64_t columns, int64_t columns_a_unit, int64_t most_columns,
+           int64_t num_threads)
+      : unit(columns_a_unit),
+        row(ceil_div(columns, unit)),
+        total(rows * row),
+        most(most_columns / unit),
+        threads(num_threads) {}
 
   Item draw() {
     int64_t at = __atomic_load_n(&next, __ATOMIC_RELAXED);
     for (;;) {
       if (at >= total) return {0, 0, 0};
-      const int64_t few = least(kUnitsPerItem, round_up(total, threads) / threads);
+      const int64_t few = least(kColumnsPerItem / unit, round_up(total, threads) / threads);
       const int64_t left = row - at % row;
       int64_t units = ceil_div(total - at, 2 * threads);
       units = units < few ? few : least(units, most);
       if (units > left || left - units < few) units = left < units + few ? left : units;
       if (__atomic_compare_exchange_n(&next, &at, at + units, true, __ATOMIC_RELAXED,
                                       __ATOMIC_RELAXED))
-        return {at / row, at % row, units};
+        return {at / row, at % row * unit, units * unit};
     }
   }
-
-  static int64_t longest(int64_t most_units) { return most_units + kUnitsPerItem; }
 };
 
 // Per-thread scratch of a work item.
@@ -77,8 +81,8 @@ struct Layout {
   ScratchSizes size;
 };
 
-constexpr int64_t kColumns1 = (kUnitsStreamed1 + kUnitsPerItem) * kUnit;  // the longest items
-constexpr int64_t kColumns2 = (kUnitsStreamed2 + kUnitsPerItem) * kUnit;
+constexpr int64_t kColumns1 = kColumnsStreamed1 + kColumnsPerItem;  // the longest items
+constexpr int64_t kColumns2 = kColumnsStreamed2 + kColumnsPerItem;
 
 template <class D>
 Layout make_layout(const Problem& p, int64_t rows) {
@@ -133,9 +137,12 @@ Ahead ahead_of(const W* following, int64_t stride, int64_t kn, int t, int tiles)
 template <class D, int kGroups>
 void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
                 const RowGroup<typename D::W> (&groups)[kGroups], int64_t K, int64_t c_stride,
-                bool stream, const typename D::W* next, Local& local) {
+                bool packed, bool stream, const typename D::W* next, Local& local) {
   using X = typename D::X;
   using W = typename D::W;
+  if constexpr (D::kPacked) {
+    if (packed) return outer_rows<D>(x, M, groups, K, c_stride, next);
+  }
   const int64_t block = even_parts<D>(K, D::kBlockK);
   const int tiles = ceil_div(M, kTileM);
   const bool in_place = w.stride_col == 1;
@@ -203,8 +210,10 @@ struct Run {
         x_scratch((X*)scratch),
         h((X*)(scratch + l.size.x)),
         threads_scratch(scratch + l.size.x + l.size.h),
-        work1(p.plan.num_active, ceil_div<int64_t>(p.I, kUnit), kUnitsStreamed1, p.threads.count),
-        work2(1, ceil_div<int64_t>(p.H, kUnit), kUnitsStreamed2, p.threads.count) {}
+        work1(p.plan.num_active, p.I, unit(), kColumnsStreamed1, p.threads.count),
+        work2(1, p.H, unit(), kColumnsStreamed2, p.threads.count) {}
+
+  int64_t unit() const { return p.packed ? kStrip : kUnit; }
 
   const X* x_row(int64_t token) const {
     return (l.convert_x ? x_scratch : (const X*)p.x) + token * l.x_stride;
@@ -268,14 +277,14 @@ struct Run {
   }
 
   void phase1(int, Local& local) {
-    for (WorkList::Item item = work1.draw(), then; item.units > 0; item = then) {
+    for (WorkList::Item item = work1.draw(), then; item.columns > 0; item = then) {
       then = work1.draw();
       const int64_t position = p.plan.by_size[item.row];
       const int64_t rows = p.plan.offset[position + 1] - p.plan.offset[position];
-      const int64_t begin = item.first * kUnit, end = least(begin + item.units * kUnit, p.I);
+      const int64_t begin = item.first, end = least(begin + item.columns, p.I);
       const int64_t step = columns_at_once(p.w13, rows, end - begin, rows_a_column());
-      const W* after = then.units > 0
-                           ? w13_at(p.plan.by_size[then.row], parts() * then.first * kUnit)
+      const W* after = then.columns > 0
+                           ? w13_at(p.plan.by_size[then.row], parts() * then.first)
                            : w13_at(position, 0);
       for (int64_t column = begin; column < end; column += step) {
         const int64_t n = least(step, end - column);
@@ -300,10 +309,10 @@ struct Run {
       for (int m = 0; m < M; ++m) rows[m] = x_row(p.plan.token[r + m]);
       if (up_apart()) {
         const RowGroup<W> groups[2] = {{w, n, local.c}, {w_up, n, local.c + n}};
-        gemm_block<D>(rows, M, p.w13, groups, p.H, stride, r == first, after, local);
+        gemm_block<D>(rows, M, p.w13, groups, p.H, stride, p.packed, r == first, after, local);
       } else {
         const RowGroup<W> groups[1] = {{w, parts() * n, local.c}};
-        gemm_block<D>(rows, M, p.w13, groups, p.H, stride, r == first, after, local);
+        gemm_block<D>(rows, M, p.w13, groups, p.H, stride, p.packed, r == first, after, local);
       }
       for (int m = 0; m < M; ++m)
         activate(local, local.c + m * stride, column, n, h + (r + m) * l.h_stride);
@@ -329,16 +338,16 @@ struct Run {
   }
 
   void phase2(int, Local& local) {
-    for (WorkList::Item item = work2.draw(), then; item.units > 0; item = then) {
+    for (WorkList::Item item = work2.draw(), then; item.columns > 0; item = then) {
       then = work2.draw();
-      const int64_t begin = item.first * kUnit, end = least(begin + item.units * kUnit, p.H);
-      const int64_t acc_stride = item.units * kUnit;
+      const int64_t begin = item.first, end = least(begin + item.columns, p.H);
+      const int64_t acc_stride = item.columns;
       for (int64_t i = 0; i < p.T * acc_stride; i += kLanes) vstore(local.acc + i, vset(0.0f));
       for (int64_t e = 0; e < p.plan.num_active; ++e) {
         const int64_t rows = p.plan.offset[e + 1] - p.plan.offset[e];
         const int64_t step = columns_at_once(p.w2, rows, end - begin, 1);
         const W* after =
-            e + 1 < p.plan.num_active ? w2_at(e + 1, begin) : w2_at(0, then.first * kUnit);
+            e + 1 < p.plan.num_active ? w2_at(e + 1, begin) : w2_at(0, then.first);
         for (int64_t column = begin; column < end; column += step) {
           const int64_t n = least(step, end - column);
           down(e, column, n, local.acc + (column - begin), acc_stride,
@@ -365,7 +374,7 @@ struct Run {
     for (int64_t r = first; r < last; r += block) {
       const int M = static_cast<int>(least(block, last - r));
       for (int m = 0; m < M; ++m) rows[m] = h + (r + m) * l.h_stride;
-      gemm_block<D>(rows, M, p.w2, groups, p.I, n, r == first, after, local);
+      gemm_block<D>(rows, M, p.w2, groups, p.I, n, p.packed, r == first, after, local);
       for (int m = 0; m < M; ++m) {
         const V weight = vset(p.weight_on_input ? 1.0f : p.plan.weight[r + m]);
         float* sums = acc + (int64_t)p.plan.token[r + m] * acc_stride;

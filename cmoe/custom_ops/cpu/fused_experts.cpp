@@ -2,6 +2,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <limits>
 
 #include "kernel_choice.h"
@@ -45,12 +46,32 @@ DType dtype_of(const at::Tensor& t) {
   }
 }
 
-// The tensor itself where its rows or its columns are contiguous, else a contiguous copy.
+// A packed weight is [E, rows / kStrip, cols / 2, kStrip, 2]; cmoe/custom_ops/packing.py.
+bool is_packed(const at::Tensor& w) { return w.dim() == 5; }
+
+void check_packed(const char* name, const at::Tensor& w) {
+  TORCH_CHECK_VALUE(w.dim() == 5 && w.size(3) == kStrip && w.size(4) == 2 && w.is_contiguous() &&
+                        w.scalar_type() == at::kBFloat16 && w.size(2) % (kStrip / 2) == 0,
+                    "a packed ", name, " must be contiguous bfloat16 [E, rows / 32, columns / 2, 32, "
+                    "2], columns a multiple of 32; got ", w.scalar_type(), " ", w.sizes(),
+                    " with strides ", w.strides());
+}
+
+// E, rows, columns of a weight.
+using Sizes = std::array<int64_t, 3>;
+Sizes sizes_of(const at::Tensor& w) {
+  if (is_packed(w)) return {w.size(0), w.size(1) * kStrip, w.size(2) * 2};
+  return {w.size(0), w.size(1), w.size(2)};
+}
+
+// The tensor itself where its rows or its columns are contiguous, or packed, else a contiguous copy.
 at::Tensor as_matrices(const at::Tensor& w) {
+  if (is_packed(w)) return w;
   return w.stride(2) == 1 || w.stride(1) == 1 ? w : w.contiguous();
 }
 
 Matrices matrices_of(const at::Tensor& w) {
+  if (is_packed(w)) return {w.const_data_ptr(), w.stride(0), w.size(2) * 2, 1};
   // A dimension of one element may have any stride: rows of one column are taken as contiguous.
   if (w.stride(2) == 1 || w.size(2) == 1) return {w.const_data_ptr(), w.stride(0), w.stride(1), 1};
   return {w.const_data_ptr(), w.stride(0), w.stride(1), w.stride(2)};
@@ -80,15 +101,21 @@ void check(const at::Tensor& x, const at::Tensor& w13, const at::Tensor& w2,
            const at::Tensor& topk_weights, const at::Tensor& topk_ids,
            const std::optional<at::Tensor>& expert_map, const NamedActivation& activation,
            bool weight_on_input) {
-  TORCH_CHECK_VALUE(x.dim() == 2 && w13.dim() == 3 && w2.dim() == 3,
-                    "fused_experts needs x [T, H], w13 [E, N, H], w2 [E, H, I]; got ", x.sizes(),
-                    ", ", w13.sizes(), ", ", w2.sizes());
-  const int64_t E = w2.size(0), H = w2.size(1), I = w2.size(2), N = activation.gated ? 2 * I : I;
-  TORCH_CHECK_VALUE(w13.size(0) == E && w13.size(1) == N && w13.size(2) == H, "w13 must be [", E,
-                    ", ", N, ", ", H, "] for w2 ", w2.sizes(), " with activation '",
-                    activation.name, "'; got ", w13.sizes());
-  TORCH_CHECK_VALUE(x.size(1) == H, "x must be [T, ", H, "] for w2 ", w2.sizes(), "; got ",
-                    x.sizes());
+  TORCH_CHECK_VALUE(x.dim() == 2 && w13.dim() == w2.dim() && (w2.dim() == 3 || is_packed(w2)),
+                    "fused_experts needs x [T, H], w13 [E, N, H], w2 [E, H, I], both as they are or "
+                    "both packed; got ",
+                    x.sizes(), ", ", w13.sizes(), ", ", w2.sizes());
+  if (is_packed(w2)) {
+    check_packed("w13", w13);
+    check_packed("w2", w2);
+  }
+  const Sizes of_w13 = sizes_of(w13), of_w2 = sizes_of(w2);
+  const int64_t E = of_w2[0], H = of_w2[1], I = of_w2[2], N = activation.gated ? 2 * I : I;
+  TORCH_CHECK_VALUE((of_w13 == Sizes{E, N, H}), "w13 must be [", E, ", ", N, ", ", H,
+                    "] for w2 [", E, ", ", H, ", ", I, "] with activation '", activation.name,
+                    "'; got [", of_w13[0], ", ", of_w13[1], ", ", of_w13[2], "]");
+  TORCH_CHECK_VALUE(x.size(1) == H, "x must be [T, ", H, "] for w2 [", E, ", ", H, ", ", I,
+                    "]; got ", x.sizes());
   TORCH_CHECK_VALUE(x.scalar_type() == w13.scalar_type() && x.scalar_type() == w2.scalar_type(),
                     "x, w13, w2 must share a dtype; got ", x.scalar_type(), ", ", w13.scalar_type(),
                     ", ", w2.scalar_type());
@@ -133,8 +160,8 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::
                          bool apply_router_weight_on_input) {
   const NamedActivation& activation = find_activation(activation_name);
   check(x, w13_, w2_, topk_weights_, topk_ids, expert_map, activation, apply_router_weight_on_input);
-  const int64_t E = w2_.size(0), H = w2_.size(1), I = w2_.size(2);
-  check_bias("w13_bias", w13_bias, E, w13_.size(1));
+  const auto [E, H, I] = sizes_of(w2_);
+  check_bias("w13_bias", w13_bias, E, sizes_of(w13_)[1]);
   check_bias("w2_bias", w2_bias, E, H);
   const DType dtype = dtype_of(x);
 
@@ -166,6 +193,7 @@ at::Tensor fused_experts(const at::Tensor& x, const at::Tensor& w13_, const at::
   p.x_stride_col = H > 1 ? x.stride(1) : 1;
   p.w13 = matrices_of(w13);
   p.w2 = matrices_of(w2);
+  p.packed = is_packed(w2);
   p.b13 = bias_of(b13);
   p.b2 = bias_of(b2);
   p.gated = activation.gated;

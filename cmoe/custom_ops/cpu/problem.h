@@ -19,10 +19,14 @@ enum class DType : int { kBF16 = 0, kFP16 = 1, kFP32 = 2 };
 // Order is that of kActivationNames in fused_experts.cpp.
 enum class Activation : int { kSilu = 0, kGelu, kGeluTanh, kRelu2, kSwigluOai };
 
+constexpr int kStrip = 32;  // rows of a packed weight that lie together
+
 inline size_t dtype_bytes(DType t) { return t == DType::kFP32 ? 4 : 2; }
 
 // A stack of matrices [E, rows, cols]; strides in elements. Either stride_col == 1 (checkpoint
-// layout) or stride_row == 1 (the transposed view of [E, cols, rows] storage).
+// layout) or stride_row == 1 (the transposed view of [E, cols, rows] storage). Packed ones are bf16,
+// rows and cols multiples of kStrip: [E, rows / kStrip, cols / 2, kStrip, 2], where row r begins at r
+// * stride_row = r * cols only if it is the first of a strip.
 struct Matrices {
   const void* data = nullptr;
   int64_t stride_e = 0, stride_row = 0, stride_col = 0;
@@ -59,6 +63,7 @@ struct Problem {
   const void* x = nullptr;  // [T, H]
   int64_t x_stride_row = 0, x_stride_col = 1;
   Matrices w13, w2;           // [E, N13, H], [E, H, I]
+  bool packed = false;        // both are
   Bias b13, b2;               // [E, N13], [E, H]
   bool gated = true;
   bool interleaved = false;  // gate and up rows alternate, gate first; only if gated

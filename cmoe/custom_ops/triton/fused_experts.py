@@ -125,10 +125,12 @@ def fused_experts_with(parameters: Parameters, call: Call) -> Tensor:
     The value of an id is known on the device alone, so that one outside of [-1, P) raises nothing:
     like -1 it contributes nothing.
     """
+    _check(call)
+    return _run(parameters, call)
+
+
+def _run(parameters: Parameters, call: Call) -> Tensor:
     x = call.x
-    check_weights(x, call.w13, call.w2, call.w13_bias, call.w2_bias, call.activation)
-    check_routing(x, call.topk_weights, call.topk_ids, call.expert_map, call.weight_on_input)
-    _check_operands(call)
     if 0 in (*call.topk_ids.shape, call.w2.shape[0]):  # nobody has anything to say
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -210,12 +212,15 @@ def _run_sorted(parameters: Parameters, call: Call, y: Tensor) -> None:
     )  # fmt: skip
 
 
-def _check_operands(call: Call) -> None:
-    if call.x.dtype not in DTYPES:
-        raise ValueError(f"the Triton kernels take bfloat16, float16, float32; got {call.x.dtype}")
+def _check(call: Call) -> None:
+    x = call.x
+    check_weights(x, call.w13, call.w2, call.w13_bias, call.w2_bias, call.activation)
+    check_routing(x, call.topk_weights, call.topk_ids, call.expert_map, call.weight_on_input)
+    if x.dtype not in DTYPES:
+        raise ValueError(f"the Triton kernels take bfloat16, float16, float32; got {x.dtype}")
     if call.topk_weights.dtype != torch.float32:
         raise ValueError(f"topk_weights must be float32, got {call.topk_weights.dtype}")
-    device = call.x.device
+    device = x.device
     for name, operand in zip(call._fields[1:8], call[1:8], strict=True):
         if operand is not None and operand.device != device:
             raise ValueError(f"{name} must be on {device}, where x is; got {operand.device}")
@@ -272,8 +277,9 @@ def device_of(device: torch.device) -> Device:
 
 def _kernel(*arguments: Any) -> Tensor:
     call = Call(*arguments)
+    _check(call)  # The choice of parameters reads the sizes of weights.
     bucket = bucket_of(call.x.shape[0])
-    return fused_experts_with(parameters_for(device_of(call.x.device), call.shape(), bucket), call)
+    return _run(parameters_for(device_of(call.x.device), call.shape(), bucket), call)
 
 
 fused_experts = define_op(

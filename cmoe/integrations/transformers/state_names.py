@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cmoe.custom_ops.packing import is_packed, unpack
 from cmoe.families import Family
 from cmoe.integrations.transformers.take_over import to_runner, to_transformers
 from cmoe.routed_experts import RoutedExperts
@@ -23,7 +24,8 @@ class TransformersNames:
     """Makes `state_dict`, `load_state_dict` of a runner speak as transformers' own block does.
 
     So `save_pretrained` writes what `from_pretrained` reads. Tensors are views of the runner's,
-    except where gate and up rows alternate in transformers: these are copies.
+    except where gate and up rows alternate in transformers, or weights are packed: these are
+    copies.
     bias_shape, bias_dtype: the correction bias as the block had it.
     """
 
@@ -64,6 +66,8 @@ class TransformersNames:
         if name == _BIAS:
             return tensor.to(self.bias_dtype).view(self.bias_shape)
         if name.startswith(_EXPERTS):
+            if is_packed(tensor):  # the parameter itself, asked for by keep_vars
+                return tensor
             return to_transformers(self.family.layout, name.removeprefix(_EXPERTS), tensor)
         return tensor
 
@@ -92,6 +96,7 @@ class _Experts(nn.Module):
             if theirs == f"experts.{name}":
                 parameter = ours.removeprefix(_EXPERTS)
                 tensor = self.routed_experts.get_parameter(parameter).detach()
+                tensor = unpack(tensor) if is_packed(tensor) else tensor
                 as_theirs = to_transformers(family.layout, parameter, tensor)
                 return nn.Parameter(as_theirs, requires_grad=False)
         return super().__getattr__(name)

@@ -90,14 +90,19 @@ double silu(double g) { return g / (1 + std::exp(-g)); }
 
 bool one_call(const Kernels& kernels, int seed) {
   engine.seed(seed);
-  const DType dtype = static_cast<DType>(uniform(0, 2));
+  const bool packed = uniform(0, 2) == 0;
+  const DType dtype = packed ? DType::kBF16 : static_cast<DType>(uniform(0, 2));
   const int64_t T = uniform(1, 70), E = uniform(1, 7), K = uniform(1, static_cast<int>(E));
   // Long rows, which stream, in one of the two products.
   const int long_rows = uniform(0, 5);
-  const int64_t H = long_rows == 0 ? uniform(500, 2120) : uniform(1, 130);
-  const int64_t I = long_rows == 1 ? uniform(500, 2120) : uniform(1, 130);
+  const int64_t unit = packed ? kStrip : 1;  // packed weights are whole strips
+  auto size = [&](bool is_long) {
+    const int64_t n = is_long ? uniform(500, 2120) : uniform(1, 130);
+    return (n + unit - 1) / unit * unit;
+  };
+  const int64_t H = size(long_rows == 0), I = size(long_rows == 1);
   const bool gated = uniform(0, 1), interleaved = gated && uniform(0, 1), bias = uniform(0, 1);
-  const bool turned = uniform(0, 1), weight_on_input = K == 1 && uniform(0, 1);
+  const bool turned = !packed && uniform(0, 1), weight_on_input = K == 1 && uniform(0, 1);
   const int64_t N = gated ? 2 * I : I;
   const size_t b = dtype_bytes(dtype);
 
@@ -125,6 +130,7 @@ bool one_call(const Kernels& kernels, int seed) {
   p.x_stride_row = H;
   p.w13 = turned ? Matrices{w13.data(), N * H, 1, N} : Matrices{w13.data(), N * H, H, 1};
   p.w2 = turned ? Matrices{w2.data(), H * I, 1, H} : Matrices{w2.data(), H * I, I, 1};
+  p.packed = packed;
   if (bias) {
     p.b13 = {b13.data(), N, dtype};
     p.b2 = {b2.data(), H, dtype};
@@ -144,8 +150,10 @@ bool one_call(const Kernels& kernels, int seed) {
   std::free(scratch);
 
   auto at = [&](const Matrices& m, int64_t e, int64_t row, int64_t column) {
-    return get(dtype, static_cast<const char*>(m.data),
-               e * m.stride_e + row * m.stride_row + column * m.stride_col);
+    const int64_t place = packed ? (row - row % kStrip) * m.stride_row + column / 2 * 2 * kStrip +
+                                       row % kStrip * 2 + column % 2
+                                 : row * m.stride_row + column * m.stride_col;
+    return get(dtype, static_cast<const char*>(m.data), e * m.stride_e + place);
   };
   double worst = 0, largest = 1;
   std::vector<double> h(I), y(H);
@@ -183,8 +191,10 @@ bool one_call(const Kernels& kernels, int seed) {
   const double step = dtype == DType::kBF16 ? 0x1p-8 : dtype == DType::kFP16 ? 0x1p-11 : 0x1p-20;
   const bool good = worst <= 16 * step * largest;
   if (!good)
-    std::printf("%s seed %d: error %g of %g (dtype %d T %ld E %ld K %ld H %ld I %ld turned %d)\n",
-                kernels.name, seed, worst, largest, static_cast<int>(dtype), T, E, K, H, I, turned);
+    std::printf("%s seed %d: error %g of %g (dtype %d T %ld E %ld K %ld H %ld I %ld turned %d packed "
+                "%d)\n",
+                kernels.name, seed, worst, largest, static_cast<int>(dtype), T, E, K, H, I, turned,
+                packed);
   return good;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -163,6 +164,27 @@ def test_the_compiler_may_have_arguments(unloaded: Path, monkeypatch: pytest.Mon
 def test_what_the_kernels_cannot_run(changes: dict[str, object], reason: str) -> None:
     arguments = {name: getattr(SPEC, name) for name in SPEC.__slots__}
     assert BACKEND.refuses(LayerSpec(**{**arguments, **changes})) == (reason,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, ()),
+        ({"hidden_size": 96, "intermediate_size": 768}, ()),
+        ({"dtype": torch.float16}, ("reads packed weights of bfloat16, not of torch.float16",)),
+        (
+            {"hidden_size": 80, "intermediate_size": 48},
+            (
+                "packs by 32, of which hidden_size (80) is no multiple",
+                "packs by 32, of which intermediate_size (48) is no multiple",
+            ),
+        ),
+    ],
+)
+def test_which_packed_weights_the_kernels_read(
+    changes: dict[str, object], reasons: tuple[str, ...]
+) -> None:
+    assert BACKEND.refuses_packed(dataclasses.replace(SPEC, **changes)) == reasons
 
 
 def test_the_key_knows_sources_flags_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

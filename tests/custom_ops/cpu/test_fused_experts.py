@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import random
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,62 +14,11 @@ from torch import Tensor
 from cmoe.activation import ACTIVATIONS
 from cmoe.custom_ops.backends import Kernels
 from cmoe.custom_ops.fused_experts import SCHEMA, fused_experts_reference
-from tests.custom_ops import cases
-from tests.custom_ops.cases import Problem
+from tests.custom_ops.cpu.calls import Call, call, check
 from tests.oracle import GATED, naive_experts
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NAN = float("nan")
-
-
-@dataclass(frozen=True)
-class Call(Problem):
-    """A problem for the C++ op, with gpt-oss' alpha."""
-
-    alpha: float = 1.702
-
-    def run(self) -> Tensor:
-        return torch.ops.cmoe_cpu.fused_experts(*self.arguments())
-
-
-def experts(num_experts: int, rows: int, columns: int, dtype: torch.dtype, layout: str) -> Tensor:
-    """[E, rows, columns] of order 1 / sqrt(columns), contiguous along the columns or the rows."""
-    w = torch.randn(num_experts, rows, columns) / columns**0.5
-    if layout == "rows":
-        return w.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    return w.to(dtype)
-
-
-def call(
-    T: int,
-    E: int,
-    K: int,
-    H: int,
-    I: int,  # noqa: E741 - the names of the shape vocabulary
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    activation: str = "silu",
-    bias: bool = False,
-    layout: str = "columns",
-    **options: Any,
-) -> Call:
-    rows = (2 if activation in GATED else 1) * I
-    return Call(
-        x=torch.randn(T, H).to(dtype),
-        w13=experts(E, rows, H, dtype, layout),
-        w2=experts(E, H, I, dtype, layout),
-        topk_weights=torch.rand(T, K) + 0.1,
-        topk_ids=torch.rand(T, E).argsort(1)[:, :K].to(torch.int32),
-        w13_bias=torch.randn(E, rows).to(dtype) if bias else None,
-        w2_bias=torch.randn(E, H).to(dtype) if bias else None,
-        activation=activation,
-        **options,
-    )
-
-
-def check(c: Call) -> Tensor:
-    """Right by the oracle; see `cases.check`."""
-    return cases.check(torch.ops.cmoe_cpu.fused_experts, c)
 
 
 def test_the_schema_is_that_of_every_backend(cpu_kernels: Kernels) -> None:

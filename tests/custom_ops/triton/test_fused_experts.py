@@ -386,6 +386,11 @@ def test_under_opcheck(kernel_device: torch.device) -> None:
         (dict(topk_weights=torch.zeros(9, 2).double()), "topk_weights must be float32, got"),
         (dict(activation="gelu_new"), "unknown activation 'gelu_new'"),
         (dict(apply_router_weight_on_input=True), "needs top_k = 1, got 2"),
+        (
+            dict(w13=torch.zeros(5, 2, 16, 32, 2), w2=torch.zeros(5, 1, 16, 32, 2)),
+            "these kernels read no packed weights: call cmoe.unpack_weights",
+        ),
+        (dict(w2=torch.zeros(H, I)), r"needs x \[T, H\].*\(7, 5\)$"),
     ],
 )
 def test_mistakes(changes: dict[str, Any], message: str) -> None:

@@ -167,13 +167,12 @@ def tiny(architecture: str, **others: Any) -> PreTrainedModel:
     return model
 
 
-def tiny_whole_qwen3_vl_moe() -> PreTrainedModel:
+def tiny_whole_qwen3_vl_moe(**sizes: int) -> PreTrainedModel:
     """With its vision part; the hub's files of it have the experts transposed."""
-    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=20)
-    config = transformers.Qwen3VLMoeConfig(
-        text_config=tiny("qwen3_vl_moe").config.to_dict(),
-        vision_config={**vision, "deepstack_visual_indexes": [0]},
-    )
+    text = {**tiny("qwen3_vl_moe").config.to_dict(), **sizes}
+    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16)
+    vision |= {"out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
     model = fill(transformers.Qwen3VLMoeForConditionalGeneration(config).eval())
     model.set_experts_implementation("eager")
     return model

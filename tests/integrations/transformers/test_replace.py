@@ -34,10 +34,12 @@ from tests.integrations.transformers.tiny_models import (
     LAYERS,
     MODELS,
     blocks,
+    fill,
     relative_error,
     tiny_model,
     token_ids,
 )
+from tests.packable import strips_backend
 
 four_families = pytest.mark.parametrize("family", MODELS)
 PATHS = tuple(f"model.layers.{layer}.mlp" for layer in range(LAYERS))
@@ -488,3 +490,120 @@ def test_an_activation_outside_the_table_is_refused() -> None:
     model = tiny_model("mixtral")
     model.config.hidden_act = "mish"
     check_refused(model, "unknown activation 'mish'")
+
+
+# --- packed weights -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def strips() -> Iterator[None]:
+    with strips_backend():
+        yield
+
+
+def packable_model(family: str) -> PreTrainedModel:
+    """A tiny model whose experts' sizes are whole strips."""
+    config = MODELS[family]().config
+    config.hidden_size = 64
+    config.intermediate_size = config.moe_intermediate_size = 32
+    model = fill(type(tiny_model(family))(config).eval())
+    model.set_experts_implementation("eager")
+    return model
+
+
+def replaced_and_packed(family: str) -> PreTrainedModel:
+    model = packable_model(family)
+    replace_moe(model)
+    cmoe.pack_weights(model.requires_grad_(False))
+    assert all(block.routed_experts.is_packed() for block in blocks(model))
+    return model
+
+
+def test_weights_that_ask_for_gradients_are_not_packed(strips: None) -> None:
+    """As those of a model of transformers do."""
+    model = packable_model("qwen3_moe")
+    replace_moe(model)
+    message = r"model\.layers\.0\.mlp\.routed_experts : w13_weight, w2_weight: with gradients"
+    with pytest.raises(cmoe.UnsupportedError, match=message):
+        cmoe.pack_weights(model)
+
+
+def test_the_switch_has_nothing_to_pack() -> None:
+    model = packable_model("qwen3_moe")
+    model.set_experts_implementation("cmoe")
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM has no RoutedExperts.*the exp"):
+        cmoe.pack_weights(model)
+
+
+@four_families
+@torch.no_grad()
+def test_a_packed_model_is_saved_as_transformers_would(
+    family: str, strips: None, tmp_path: Path
+) -> None:
+    model, ids = packable_model(family), token_ids()
+    model.save_pretrained(tmp_path / "before")
+    replace_moe(model)
+    expected = model(ids).logits
+    cmoe.pack_weights(model.requires_grad_(False))
+    assert relative_error(model(ids).logits, expected) <= 1e-5
+    model.save_pretrained(tmp_path / "after")
+    check_same_files(tmp_path)
+    assert all(block.routed_experts.is_packed() for block in blocks(model))
+    again = type(model).from_pretrained(tmp_path / "after")
+    assert relative_error(again(ids).logits, expected) <= 1e-5
+    cmoe.unpack_weights(model)
+    assert relative_error(model(ids).logits, expected) <= 1e-5
+
+
+@four_families
+@torch.no_grad()
+def test_state_of_a_packed_model_goes_both_ways(family: str, strips: None) -> None:
+    plain, packed, ids = packable_model(family), replaced_and_packed(family), token_ids()
+    plain.load_state_dict(packed.state_dict())
+    assert relative_error(plain(ids).logits, packed(ids).logits) <= 1e-5
+    other = packable_model(family)
+    packed.load_state_dict(other.state_dict())
+    assert all(block.routed_experts.is_packed() for block in blocks(packed))
+    assert relative_error(packed(ids).logits, other(ids).logits) <= 1e-5
+
+
+@four_families
+def test_packed_parameters_are_found_by_transformers_names(family: str, strips: None) -> None:
+    model = packable_model(family).requires_grad_(False)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    replace_moe(model)
+    cmoe.pack_weights(model)
+    for name, tensor in expected.items():
+        if ".experts." in name:
+            assert torch.equal(model.get_parameter(name), tensor)
+    kept = model.state_dict(keep_vars=True)
+    assert set(kept) == set(model.state_dict())
+    own = {id(parameter) for parameter in model.parameters()}
+    packed = [tensor for tensor in kept.values() if tensor.dim() == 5]
+    assert len(packed) == 2 * LAYERS
+    assert {id(tensor) for tensor in packed} <= own
+
+
+def test_a_packed_model_is_left_alone_by_a_second_call(strips: None) -> None:
+    model = replaced_and_packed("qwen3_moe")
+    assert replace_moe(model).already == PATHS
+    assert all(block.routed_experts.is_packed() for block in blocks(model))
+
+
+@torch.no_grad()
+def test_a_packed_model_whose_files_are_turned_is_saved(strips: None, tmp_path: Path) -> None:
+    """transformers' own converter looks up the shapes of the experts' parameters by their names."""
+    model = tiny_whole_qwen3_vl_moe(hidden_size=64, moe_intermediate_size=32)
+    model.save_pretrained(tmp_path / "before")
+    replace_moe(model)
+    cmoe.pack_weights(model.requires_grad_(False))
+    model.save_pretrained(tmp_path / "after")
+    check_same_files(tmp_path)
+
+
+@torch.no_grad()
+def test_a_copy_of_a_packed_model_speaks_as_it_does(strips: None, tmp_path: Path) -> None:
+    model = replaced_and_packed("gpt_oss")
+    model.save_pretrained(tmp_path / "before")
+    copy.deepcopy(model).save_pretrained(tmp_path / "after")
+    check_same_files(tmp_path)
