@@ -62,7 +62,8 @@ void outer_tile(const typename D::X* const* rows, const Strips<typename D::W>& a
 #pragma GCC unroll 2
   for (int64_t p = k; p < k + n; p += 2) {
     const typename D::W* w = at.w + p * kStrip;
-    fetch.template beside<NS, 2 * kStripBytesAPlace>();
+    // Beside one row of x nothing is in the way of the hardware's own streams, which are faster.
+    if (MT > 1 || kOuterM == 1) fetch.template beside<NS, 2 * kStripBytesAPlace>();
     decltype(load_pairs(w)) wv[NT];
 #pragma GCC unroll 8
     for (int j = 0; j < NT; ++j)
