@@ -20,7 +20,8 @@ def pack_weights(module: nn.Module) -> None:
     one parameter more. Parameters stay the same objects, with other storage. `state_dict`,
     `load_state_dict`, `load_weights`, files of checkpoints speak the checkpoint's layout as before;
     `state_dict` holds copies of packed weights. Moved or converted to where the kernels read no
-    packed weights, a layer is unpacked. Packed layers stay as they are.
+    packed weights, a layer is unpacked. Packed layers stay as they are. No call of a layer may be
+    running in another thread: it would lose the memory that it reads, as with `module.to`.
     ValueError for a module without RoutedExperts; UnsupportedError, before any change, with the
     reasons of every layer that cannot be packed.
     """
@@ -40,7 +41,8 @@ def unpack_weights(module: nn.Module) -> None:
     """Gives the weights of every RoutedExperts in the module the checkpoint's layout again.
 
     The inverse of pack_weights, exact to the bit, with memory for one parameter more. Layers that
-    are not packed stay as they are. ValueError for a module without RoutedExperts;
+    are not packed stay as they are. No call may be running, see pack_weights. ValueError for a
+    module without RoutedExperts;
     UnsupportedError for a packed weight that a parametrization was registered on.
     """
     for experts in _layers_of(module).values():
@@ -66,6 +68,11 @@ def _faults_of(experts: RoutedExperts) -> Iterator[str]:
     unpacked, config = _unpacked(experts), experts.config
     if not unpacked:
         return
+    created = experts.quant_method.create_weights(config, experts.placement.num_local_experts())
+    for name, weight in unpacked.items():
+        found = (tuple(weight.shape), weight.dtype)
+        if found != (expected := (created[name][0], experts.activation_dtype())):
+            yield f"{name} is {found[0]} {found[1]}, not {expected[0]} {expected[1]}"
     own = dict(experts.named_parameters(recurse=False))
     if computed := [name for name in unpacked if name not in own]:
         yield f"{', '.join(computed)}: computed by a parametrization; remove it first"

@@ -221,6 +221,14 @@ def _with_a_gradient(experts: cmoe.RoutedExperts) -> None:
     experts.w2_weight.grad = torch.zeros_like(experts.w2_weight)
 
 
+def _cut(experts: cmoe.RoutedExperts) -> None:
+    experts.w2_weight = nn.Parameter(experts.w2_weight.detach()[:, :33], requires_grad=False)
+
+
+def _mixed(experts: cmoe.RoutedExperts) -> None:
+    experts.w2_weight = nn.Parameter(experts.w2_weight.detach().bfloat16(), requires_grad=False)
+
+
 FAULTS: dict[str, tuple[dict[str, Any], Callable[[cmoe.RoutedExperts], Any], str]] = {
     "gradients": (
         {},
@@ -228,6 +236,8 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[cmoe.RoutedExperts], Any], str
         "w13_weight, w2_weight: with gradients, .*for inf",
     ),
     "a gradient": ({}, _with_a_gradient, r"w2_weight: with gradients.*requires_grad_\(False\)"),
+    "a shape": ({}, _cut, r"w2_weight is \(5, 33, 32\) torch.float32, not \(5, 64, 32\)"),
+    "two dtypes": ({}, _mixed, r"w2_weight is .* torch.bfloat16, not .* torch.float32$"),
     "meta": ({}, lambda e: e.to("meta"), "on the meta device, without values; load them first$"),
     "parametrized": (
         {},

@@ -75,6 +75,8 @@ class TransformersNames:
         if name == _BIAS:
             return tensor.to(torch.float32).flatten()
         if name.startswith(_EXPERTS):
+            if is_packed(tensor):
+                return tensor
             return to_runner(self.family.layout, name.removeprefix(_EXPERTS), tensor)
         return tensor
 

@@ -582,6 +582,9 @@ def test_packed_parameters_are_found_by_transformers_names(family: str, strips: 
     packed = [tensor for tensor in kept.values() if tensor.dim() == 5]
     assert len(packed) == 2 * LAYERS
     assert {id(tensor) for tensor in packed} <= own
+    model.load_state_dict({name: tensor.clone() for name, tensor in kept.items()})
+    state = model.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected if ".experts." in name)
 
 
 def test_a_packed_model_is_left_alone_by_a_second_call(strips: None) -> None:
