@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -25,7 +24,15 @@ from cmoe.custom_ops.backends import (
 from cmoe.custom_ops.packing import pack, unpack
 from cmoe.quant.base import QuantMethod
 from cmoe.quant.unquantized import Unquantized
-from tests.layers import assert_exact, expert_tensors, layer_of, logits_of, poison, x_of
+from tests.layers import (
+    assert_exact,
+    expert_tensors,
+    layer_of,
+    logits_of,
+    poison,
+    through_torch_save,
+    x_of,
+)
 from tests.packable import HIDDEN, INTERMEDIATE, Strips, packable_config, strips_backend
 from tests.test_routed_experts import (
     Doubled,
@@ -317,20 +324,13 @@ def _pickled(layer: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(layer))
 
 
-def _saved(layer: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 STAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "to cpu": lambda layer: layer.to("cpu"),
     "to the same dtype": lambda layer: layer.float(),
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
     "pickle": _pickled,
-    "torch.save": _saved,
+    "torch.save": through_torch_save,
     "another memory format": lambda layer: layer.to(memory_format=torch.channels_last_3d),
     "shared memory": lambda layer: layer.share_memory(),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from tests.layers import (
     layer_of,
     logical_weights,
     logits_of,
+    through_torch_save,
     x_of,
 )
 
@@ -579,13 +579,6 @@ def everything(prefix: str = "mlp") -> cmoe.MoERunner:
         shared_experts=shared(),
         shared_expert_gate=nn.Linear(HIDDEN, 1),
     ).requires_grad_(False)
-
-
-def through_torch_save(layer: cmoe.MoERunner) -> cmoe.MoERunner:
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 COPIES: dict[str, Callable[[cmoe.MoERunner], cmoe.MoERunner]] = {

@@ -16,7 +16,7 @@ from bench.verify import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT
 class CmoeExperts(Peer):
     """The functional `fused_experts` op of one backend; "auto" takes the name of what it chose.
 
-    packed: with weights that `cmoe.pack_weights` brought into the kernels' layout.
+    packed: with weights in the layout of `cmoe.pack_weights`.
     """
 
     def __init__(self, backend: str, *, packed: bool = False) -> None:

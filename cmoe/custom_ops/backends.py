@@ -141,11 +141,16 @@ def _reasons(backend: Backend, spec: LayerSpec) -> tuple[str, ...]:
 
 
 def reasons_against_packing(backend: Backend, spec: LayerSpec) -> tuple[str, ...]:
-    """What the backend refuses packed weights of the layer for, or what nobody could pack."""
+    """What the backend refuses packed weights of the layer for, and what nobody could pack."""
     reasons = _checked(backend, "refuses_packed", backend.refuses_packed(spec))
-    if not reasons and (spec.hidden_size % STRIP or spec.intermediate_size % STRIP):
-        return (f"needs strips of {STRIP} rows that end with gate, up, down: {spec}",)
-    return reasons
+    # A strip must not reach from gate into up.
+    sizes = {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size}
+    odd = (
+        f"packs by {STRIP}, of which {name} ({size}) is no multiple"
+        for name, size in sizes.items()
+        if size % STRIP
+    )
+    return (*reasons, *odd)
 
 
 def _checked(backend: Backend, method: str, reasons: tuple[str, ...]) -> tuple[str, ...]:

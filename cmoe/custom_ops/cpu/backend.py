@@ -12,7 +12,6 @@ from cmoe.custom_ops.cpu import build
 from cmoe.custom_ops.fused_experts import fused_experts_fake
 from cmoe.custom_ops.fused_moe import fused_moe_fake
 from cmoe.custom_ops.gate import gate_fake
-from cmoe.custom_ops.packing import STRIP
 from cmoe.custom_ops.route import route_fake
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,15 +36,10 @@ class CpuBackend(Backend):
         return tuple(reasons)
 
     def refuses_packed(self, spec: LayerSpec) -> tuple[str, ...]:
-        """Outer products are there for bfloat16, in whole strips."""
-        reasons = []
-        if spec.dtype != torch.bfloat16:
-            reasons.append(f"reads packed weights of bfloat16, not of {spec.dtype}")
-        sizes = {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size}
-        for name, size in sizes.items():
-            if size % STRIP:
-                reasons.append(f"packs by {STRIP}, of which {name} ({size}) is no multiple")
-        return tuple(reasons)
+        """Outer products are there for bfloat16."""
+        if spec.dtype == torch.bfloat16:
+            return ()
+        return (f"reads packed weights of bfloat16, not of {spec.dtype}",)
 
     def kernels(self) -> Kernels:
         """The ops of the loaded library, with their fakes."""

@@ -53,7 +53,7 @@ class BuildError(RuntimeError):
 
 
 def library(extra_flags: Sequence[str] = ()) -> Path:
-    """The compiled library, from the cache or built now (20 s on two cores). Raises BuildError.
+    """The compiled library, from the cache or built now (20 to 22 s on two cores). BuildError.
 
     Its name is the digest of its bytes, so that a damaged or a foreign file is never loaded: a
     truncated library would end the process with SIGBUS. Two processes may build at once: each

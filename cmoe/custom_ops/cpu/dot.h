@@ -28,10 +28,10 @@ constexpr A least(A a, A b) {
   return a < b ? a : b;
 }
 
-// The size of the even parts, whole chunks each but the last, that K is cut into.
+// The size of the even parts, whole units each but the last, that K is cut into.
 template <class D>
-int64_t even_parts(int64_t K, int64_t most) {
-  return round_up<int64_t>(ceil_div(K, ceil_div(K, most)), D::kChunk);
+int64_t even_parts(int64_t K, int64_t most, int64_t unit = D::kChunk) {
+  return round_up<int64_t>(ceil_div(K, ceil_div(K, most)), unit);
 }
 
 // Columns of h or of the output whose weights, turned, stay in L2 while rows of x pass.
@@ -136,6 +136,16 @@ CMOE_INLINE void clear_tile(V (&acc)[MT][NT]) {
   for (int i = 0; i < MT; ++i)
 #pragma GCC unroll 8
     for (int j = 0; j < NT; ++j) acc[i][j] = vset(0.0f);
+}
+
+// Calls f.operator()<MT, N>() for m in [1, kM], n 1 or kN.
+template <int kM, int kN, int MT = 1, class F>
+CMOE_INLINE void dispatch_beside(int m, int n, F&& f) {
+  if constexpr (MT < kM) {
+    if (m > MT) return dispatch_beside<kM, kN, MT + 1>(m, n, f);
+  }
+  if (n > 1) return f.template operator()<MT, kN>();
+  f.template operator()<MT, 1>();
 }
 
 // Some weight rows, `stride` apart, K contiguous.

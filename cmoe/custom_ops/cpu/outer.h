@@ -19,16 +19,6 @@ constexpr int64_t kStripBytesAPlace = kStrip * 2;
 // that stay in L1 while several tiles pass.
 constexpr int64_t kAheadOuter = 6 << 10, kPlacesInL1 = 256;
 
-// Calls f.operator()<MT, NS>() for mt in [1, kOuterM], ns 1 or kStripsBeside.
-template <int MT = 1, class F>
-CMOE_INLINE void dispatch_outer(int mt, int ns, F&& f) {
-  if constexpr (MT < kOuterM) {
-    if (mt > MT) return dispatch_outer<MT + 1>(mt, ns, f);
-  }
-  if (ns > 1) return f.template operator()<MT, kStripsBeside>();
-  f.template operator()<MT, 1>();
-}
-
 // Strips that pass side by side: strip s of stream j is w + s * kStrip * K + j * apart; its products
 // go to c[m * c_row + s * kStrip + j * c_apart].
 template <class W>
@@ -86,8 +76,8 @@ template <class D>
 void outer_strips(const typename D::X* const* x, int M, Strips<typename D::W> at, int ns,
                   int64_t count, int64_t K, const typename D::W* after) {
   const int tiles = ceil_div(M, kOuterM);
-  const int64_t far = kAheadOuter / kStripBytesAPlace / ns, ahead = least(far, K) / 2 * 2;
-  const int64_t part = tiles > 1 ? round_up<int64_t>(ceil_div(K, ceil_div(K, kPlacesInL1)), 2) : K;
+  const int64_t ahead = least(kAheadOuter / kStripBytesAPlace / ns, K);  // even, as K is
+  const int64_t part = tiles > 1 ? even_parts<D>(K, kPlacesInL1, 2) : K;
   for (int64_t s = 0; s < count; ++s, at.w += kStrip * K, at.c += kStrip) {
     auto pass = [&](int64_t k, int64_t n, const typename D::W* then) {
       for (int t = 0, m = 0, mt = 0; t < tiles; ++t, m += mt) {
@@ -96,7 +86,7 @@ void outer_strips(const typename D::X* const* x, int M, Strips<typename D::W> at
         here.c += m * at.c_row;
         const Fetch fetch{(const char*)then + t * n * kStripBytesAPlace / tiles,
                           at.apart * (int64_t)sizeof(*at.w), 64 / tiles, 0};
-        dispatch_outer(mt, ns, [&]<int MT, int NS>() CMOE_LAMBDA {
+        dispatch_beside<kOuterM, kStripsBeside>(mt, ns, [&]<int MT, int NS>() CMOE_LAMBDA {
           outer_tile<D, MT, NS>(x + m, here, k, static_cast<int>(n), k > 0, fetch);
         });
       }

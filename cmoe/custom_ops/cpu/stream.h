@@ -19,16 +19,6 @@ constexpr int64_t kPageAheadBytes = 64 << 10;
 
 constexpr int kBeside = 2;  // weight rows at a time
 
-// Calls f.operator()<MT, NT>() for mt in [1, kM], nt 1 or kBeside.
-template <int kM, int MT = 1, class F>
-CMOE_INLINE void dispatch_stream(int mt, int nt, F&& f) {
-  if constexpr (MT < kM) {
-    if (mt > MT) return dispatch_stream<kM, MT + 1>(mt, nt, f);
-  }
-  if (nt > 1) return f.template operator()<MT, kBeside>();
-  f.template operator()<MT, 1>();
-}
-
 // x[m][k, k + kn) of M rows, chunk beside chunk: one run of memory, which no other row displaces
 // from L1. The last chunks end with zeros. One row of whole chunks lies so already.
 template <class D>
@@ -100,7 +90,7 @@ void stream_once(const typename D::X* const* x, int M, const Matrices& w,
     // Whole rows ahead, so that the last ones bring what follows; of long rows that is too much.
     const int64_t far = kAheadBytes / count;
     const int64_t ahead = bytes > kAheadBytes ? 0 : least(rows, ceil_div(far, bytes));
-    dispatch_stream<D::kStreamM>(M, count, [&]<int MT, int NT>() CMOE_LAMBDA {
+    dispatch_beside<D::kStreamM, kBeside>(M, count, [&]<int MT, int NT>() CMOE_LAMBDA {
       s.template multiply<MT, NT>(tile, rows - ahead, K,
                                   s.w + (ahead > 0 ? ahead * row : far / (int64_t)sizeof(W)));
       s.from(rows - ahead).template multiply<MT, NT>(tile, ahead, K, after);
@@ -186,7 +176,7 @@ void stream_in_turns(const typename D::X* const* x, int M, const Matrices& w,
       auto turn = [&](int m, int mt, int64_t k, int kn, bool add, bool begin, bool end) {
         const X* tile = pack_rows<D>(x + m, mt, k, kn, packed);
         auto pass = [&](int beside, int64_t from, int64_t count) {
-          dispatch_stream<D::kStreamM>(mt, beside, [&]<int MT, int NT>() CMOE_LAMBDA {
+          dispatch_beside<D::kStreamM, kBeside>(mt, beside, [&]<int MT, int NT>() CMOE_LAMBDA {
             stream_tile<D, MT, NT>(tile, {base + from * row + k, row}, count, kn,
                                    groups[g].c + m * c_stride + first + from, c_stride, add,
                                    {sums + from * mt, begin, end},

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cmoe.custom_ops.packing import STRIP, is_packed, pack, unpack
 from tests.custom_ops import cases
 from tests.custom_ops.cases import Problem
 from tests.oracle import GATED
@@ -24,11 +25,14 @@ class Call(Problem):
 
 
 def experts(num_experts: int, rows: int, columns: int, dtype: torch.dtype, layout: str) -> Tensor:
-    """[E, rows, columns] of order 1 / sqrt(columns), contiguous along the columns or the rows."""
-    w = torch.randn(num_experts, rows, columns) / columns**0.5
+    """[E, rows, columns] of order 1 / sqrt(columns), contiguous along the columns or the rows.
+
+    Or such a weight packed.
+    """
+    w = (torch.randn(num_experts, rows, columns) / columns**0.5).to(dtype)
     if layout == "rows":
-        return w.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    return w.to(dtype)
+        return w.transpose(1, 2).contiguous().transpose(1, 2)
+    return pack(w) if layout == "packed" else w
 
 
 def call(
@@ -44,6 +48,9 @@ def call(
     layout: str = "columns",
     **options: Any,
 ) -> Call:
+    """layout: see `experts`; packed weights have H, I rounded up to whole strips."""
+    if layout == "packed":
+        H, I = (-(-size // STRIP) * STRIP for size in (H, I))  # noqa: E741
     rows = (2 if activation in GATED else 1) * I
     return Call(
         x=torch.randn(T, H).to(dtype),
@@ -60,4 +67,10 @@ def call(
 
 def check(c: Call) -> Tensor:
     """Right by the oracle; see `cases.check`."""
-    return cases.check(torch.ops.cmoe_cpu.fused_experts, c)
+    if not is_packed(c.w2):
+        return cases.check(torch.ops.cmoe_cpu.fused_experts, c)
+
+    def op(x: Tensor, w13: Tensor, w2: Tensor, *rest: Any) -> Tensor:
+        return torch.ops.cmoe_cpu.fused_experts(x, pack(w13), pack(w2), *rest)
+
+    return cases.check(op, c.but(w13=unpack(c.w13), w2=unpack(c.w2)))

@@ -172,13 +172,6 @@ def test_what_the_kernels_cannot_run(changes: dict[str, object], reason: str) ->
         ({}, ()),
         ({"hidden_size": 96, "intermediate_size": 768}, ()),
         ({"dtype": torch.float16}, ("reads packed weights of bfloat16, not of torch.float16",)),
-        (
-            {"hidden_size": 80, "intermediate_size": 48},
-            (
-                "packs by 32, of which hidden_size (80) is no multiple",
-                "packs by 32, of which intermediate_size (48) is no multiple",
-            ),
-        ),
     ],
 )
 def test_which_packed_weights_the_kernels_read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import random
 import threading
@@ -18,6 +19,8 @@ from tests.custom_ops.cpu.calls import Call, call, check
 from tests.oracle import GATED, naive_experts
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Of bfloat16 weights, where both are tried: packed ones are a layout too.
+LAYOUTS = ("columns", "packed")
 NAN = float("nan")
 
 
@@ -161,12 +164,14 @@ def test_activations_are_exact_to_a_few_roundings(kernel_set: str, activation: s
     assert torch.all((y - exact).abs() <= steps * 2**-24 * exact.abs() + 1e-36)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["columns", "rows"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [*itertools.product(["columns", "rows"], DTYPES), ("packed", torch.bfloat16)],
+)
 def test_a_token_is_the_same_in_every_batch(
     kernel_set: str, layout: str, dtype: torch.dtype
 ) -> None:
-    """To the bit: one or more streamed tiles, panels, widened ones, blocks of rows, of K."""
+    """To the bit: one or more streamed tiles, panels, widened ones, blocks of rows, parts of K."""
     E, K, H, I = 3, 2, 2100, 530  # noqa: E741
     c = call(257, E, K, H, I, dtype=dtype, bias=True, layout=layout)
     whole = c.run()
@@ -179,16 +184,20 @@ def test_a_token_is_the_same_in_every_batch(
             assert torch.equal(y, whole[part]), f"{T} tokens from {first} on"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
-def test_the_number_of_threads_changes_nothing(kernel_set: str, num_threads: int) -> None:
-    c = call(19, 5, 3, 100, 130)
+def test_the_number_of_threads_changes_nothing(
+    kernel_set: str, num_threads: int, layout: str
+) -> None:
+    c = call(19, 5, 3, 100, 130, layout=layout)
     expected = c.run()
     torch.set_num_threads(num_threads)
     assert torch.equal(c.run(), expected)
 
 
-def test_several_python_threads_at_once(cpu_kernels: Kernels) -> None:
-    calls = [call(T, 4, 2, 96, 80) for T in (1, 5, 40, 130)]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_several_python_threads_at_once(cpu_kernels: Kernels, layout: str) -> None:
+    calls = [call(T, 4, 2, 96, 80, layout=layout) for T in (1, 5, 40, 130)]
     expected = [c.run() for c in calls]
     wrong: list[int] = []
 
@@ -208,10 +217,10 @@ def test_several_python_threads_at_once(cpu_kernels: Kernels) -> None:
 
 def test_old_scratch_does_not_leak_in(kernel_set: str) -> None:
     """A call whose every value is NaN leaves NaN in the scratch that the next call gets."""
-    for dtype in DTYPES:
-        c = call(33, 4, 2, 45, 50, dtype=dtype, bias=True)
+    for dtype, layout in [*itertools.product(DTYPES, ["columns"]), (torch.bfloat16, "packed")]:
+        c = call(33, 4, 2, 45, 50, dtype=dtype, bias=True, layout=layout)
         expected = c.run()
-        bad = call(70, 4, 3, 77, 90, dtype=dtype, bias=True)
+        bad = call(70, 4, 3, 77, 90, dtype=dtype, bias=True, layout=layout)
         assert bad.but(x=torch.full_like(bad.x, NAN)).run().isnan().all()
         assert torch.equal(c.run(), expected)
 
@@ -241,8 +250,9 @@ def test_values_beside_the_tensors_are_not_read_in(kernel_set: str) -> None:
             assert torch.equal(y, c.run())
 
 
-def test_a_nan_of_one_expert_stays_with_its_tokens(kernel_set: str) -> None:
-    c = call(12, 4, 1, 40, 40)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_nan_of_one_expert_stays_with_its_tokens(kernel_set: str, layout: str) -> None:
+    c = call(12, 4, 1, 40, 40, layout=layout)
     w13 = c.w13.clone()
     w13[2] = NAN
     y = c.but(w13=w13).run()
@@ -252,8 +262,9 @@ def test_a_nan_of_one_expert_stays_with_its_tokens(kernel_set: str) -> None:
     assert torch.equal(y[~mine], c.run()[~mine])
 
 
-def test_strides_of_x(kernel_set: str) -> None:
-    c = call(8, 4, 2, 50, 40)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_of_x(kernel_set: str, layout: str) -> None:
+    c = call(8, 4, 2, 50, 40, layout=layout)
     expected = c.run()
     assert torch.equal(c.but(x=c.x.T.contiguous().T).run(), expected)
     assert torch.equal(c.but(x=c.x.repeat_interleave(2, 0)[::2]).run(), expected)
@@ -267,15 +278,20 @@ def test_weights_with_no_contiguous_dimension(kernel_set: str) -> None:
     assert torch.equal(c.but(w13=w13).run(), c.run())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_router_weight_on_input(kernel_set: str, dtype: torch.dtype) -> None:
-    c = call(11, 5, 1, 40, 30, dtype=dtype, bias=True, apply_router_weight_on_input=True)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [*itertools.product(["columns"], DTYPES), ("packed", torch.bfloat16)],
+)
+def test_router_weight_on_input(kernel_set: str, layout: str, dtype: torch.dtype) -> None:
+    options = dict(dtype=dtype, layout=layout, apply_router_weight_on_input=True)
+    c = call(11, 5, 1, 40, 30, bias=True, **options)
     check(c)
     check(c.but(topk_ids=torch.where(torch.arange(11)[:, None] % 3 == 0, -1, c.topk_ids)))
 
 
-def test_expert_map(kernel_set: str) -> None:
-    c = call(20, 4, 3, 40, 30)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_expert_map(kernel_set: str, layout: str) -> None:
+    c = call(20, 4, 3, 40, 30, layout=layout)
     expert_map = torch.tensor([2, -1, 0, -1, 3, 1, -1], dtype=torch.int32)
     ids = torch.rand(20, 7).argsort(1)[:, :3].to(torch.int32)
     ids[3, 1] = -1
@@ -318,8 +334,10 @@ def test_one_expert_twice_in_a_token(kernel_set: str) -> None:
     check(c.but(topk_ids=c.topk_ids[:, :1].expand(-1, 2)))
 
 
-def test_no_tokens(kernel_set: str) -> None:
-    assert call(0, 4, 2, 40, 30).run().shape == (0, 40)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_tokens(kernel_set: str, layout: str) -> None:
+    c = call(0, 4, 2, 40, 30, layout=layout)
+    assert c.run().shape == c.x.shape
 
 
 @pytest.mark.parametrize("T", [1, 7, 64])
