@@ -42,7 +42,8 @@ _KERNEL_SETS: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 _KERNEL_SETS_ANYWHERE: Mapping[str, Sequence[str]] = {"generic": []}
 _OPS = ("cmoe_cpu::fused_experts", "cmoe_cpu::route", "cmoe_cpu::fused_moe", "cmoe_cpu::gate")
-_TORCH_SOURCES = ("ops", "fused_experts", "route", "gate", "kernel_choice")
+# The last ones in one unit: reading torch's headers takes longer than compiling any of them.
+_OP_UNITS = (("ops",), ("fused_experts", "route", "gate", "kernel_choice"))
 
 # No contraction: every tile shape has to round alike, so a fused multiply-add is always written.
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
@@ -53,7 +54,7 @@ class BuildError(RuntimeError):
 
 
 def library(extra_flags: Sequence[str] = ()) -> Path:
-    """The compiled library, from the cache or built now (20 to 22 s on two cores). BuildError.
+    """The compiled library, from the cache or built now. BuildError.
 
     Its name is the digest of its bytes, so that a damaged or a foreign file is never loaded: a
     truncated library would end the process with SIGBUS. Two processes may build at once: each
@@ -120,7 +121,9 @@ def _build(compiler: Sequence[str], flags: Sequence[str], folder: Path) -> Path:
     kernel_sets = _kernel_sets()
     have = [f"-DCMOE_HAVE_{name.upper()}" for name in kernel_sets]
     jobs = {f"kernels_{name}": [*flags, *own] for name, own in kernel_sets.items()}
-    jobs |= {name: [*flags, *have, *_torch_flags()] for name in _TORCH_SOURCES}
+    for name, *beside in _OP_UNITS:
+        included = [f"-include{SOURCES / source}.cpp" for source in beside]
+        jobs[name] = [*flags, *have, *_torch_flags(), *included]
 
     def compile_one(name: str) -> str:
         output = str(folder / f"{name}.o")

@@ -82,21 +82,19 @@ constexpr int kBytesAheadX = 384;
 
 // step(k) for each whole chunk of [0, n) with the prefetches beside it: rows of x ahead in the tile
 // itself, at its end those of the next one. Returns where the rest begins.
-template <class D, int MT, class F>
-CMOE_INLINE int each_chunk(const typename D::X* const (&x)[MT], int n, const Ahead& ahead,
-                           F&& step) {
-  constexpr int kBytes = D::kChunk * sizeof(typename D::X),
-                kAhead = kBytesAheadX / kBytes * D::kChunk;
+template <int kChunk, int kPlaceBytes, class X, int MT, class F>
+CMOE_INLINE int each_chunk(const X* const (&x)[MT], int n, const Ahead& ahead, F&& step) {
+  constexpr int kBytes = kChunk * sizeof(X), kAhead = kBytesAheadX / kBytes * kChunk;
   int k = 0;
   ahead.begin();
-  for (; k + D::kChunk + kAhead <= n; k += D::kChunk) {
-    ahead.fetch(k * sizeof(typename D::W));
+  for (; k + kChunk + kAhead <= n; k += kChunk) {
+    ahead.fetch(k * kPlaceBytes);
 #pragma GCC unroll 4
     for (int i = 0; i < MT; ++i) fetch_lines<kBytes>((const char*)(x[i] + k + kAhead));
     step(k);
   }
-  for (int bytes = 0; k + D::kChunk <= n; k += D::kChunk, bytes += kBytes) {
-    ahead.fetch(k * sizeof(typename D::W));
+  for (int bytes = 0; k + kChunk <= n; k += kChunk, bytes += kBytes) {
+    ahead.fetch(k * kPlaceBytes);
 #pragma GCC unroll 4
     for (int i = 0; i < kTileM; ++i) fetch_lines<kBytes>(ahead.x[i] + bytes);
     step(k);
@@ -138,13 +136,15 @@ CMOE_INLINE void clear_tile(V (&acc)[MT][NT]) {
     for (int j = 0; j < NT; ++j) acc[i][j] = vset(0.0f);
 }
 
-// Calls f.operator()<MT, N>() for m in [1, kM], n 1 or kN.
-template <int kM, int kN, int MT = 1, class F>
+// Calls f.operator()<MT, N>() for m in [1, kM], n 1 or kN; n is 1 where m exceeds kMostByN.
+template <int kM, int kN, int kMostByN = kM, int MT = 1, class F>
 CMOE_INLINE void dispatch_beside(int m, int n, F&& f) {
   if constexpr (MT < kM) {
-    if (m > MT) return dispatch_beside<kM, kN, MT + 1>(m, n, f);
+    if (m > MT) return dispatch_beside<kM, kN, kMostByN, MT + 1>(m, n, f);
   }
-  if (n > 1) return f.template operator()<MT, kN>();
+  if constexpr (kN > 1 && MT <= kMostByN) {
+    if (n > 1) return f.template operator()<MT, kN>();
+  }
   f.template operator()<MT, 1>();
 }
 
@@ -155,25 +155,24 @@ struct Panel {
   int64_t stride;
 };
 
-// Calls f.operator()<MT, NT>() for run-time mt in [1, kTileM] and nt in {6, 4, 2, 1}, nt <= kTileN.
-template <class F>
+// Work is handed out in whole units of columns, which panels of kTileN weight rows cover, then of
+// kTileRest; single rows are for matrices that are no whole units.
+constexpr int kUnit = 16, kTileRest = kUnit % kTileN == 0 ? 1 : 2;
+static_assert(kUnit % kTileN % kTileRest == 0);
+inline int panel_rows(int64_t n) { return n >= kTileN ? kTileN : n >= kTileRest ? kTileRest : 1; }
+
+// Calls f.operator()<MT, NT>() for run-time mt in [kLeastM, kTileM] and nt of panel_rows.
+template <int kLeastM, int MT = kTileM, class F>
 CMOE_INLINE void dispatch_tile(int mt, int nt, F&& f) {
-  auto row = [&]<int MT>() CMOE_LAMBDA {
-    if constexpr (kTileN >= 6) {
-      if (nt == 6) return f.template operator()<MT, 6>();
-    }
-    if (nt == 4) return f.template operator()<MT, 4>();
-    if (nt == 2) return f.template operator()<MT, 2>();
-    return f.template operator()<MT, 1>();
-  };
-  if constexpr (kTileM >= 4) {
-    if (mt == 4) return row.template operator()<4>();
+  if constexpr (MT > kLeastM) {
+    if (mt < MT) return dispatch_tile<kLeastM, MT - 1>(mt, nt, f);
   }
-  if (mt == 3) return row.template operator()<3>();
-  if (mt == 2) return row.template operator()<2>();
-  return row.template operator()<1>();
+  if (nt == kTileN) return f.template operator()<MT, kTileN>();
+  if constexpr (kTileRest > 1) {
+    if (nt == kTileRest) return f.template operator()<MT, kTileRest>();
+  }
+  f.template operator()<MT, 1>();
 }
-inline int panel_rows(int64_t n) { return kTileN >= 6 && n >= 6 ? 6 : n >= 4 ? 4 : n >= 2 ? 2 : 1; }
 
 // The weight rows of one item and one block of K: where they lie, or turned along K in the thread's
 // scratch.
@@ -203,6 +202,15 @@ struct RowGroup {
   const W* base;
   int64_t n;
   float* c;
+};
+// What passes in one go: a group, or the gate rows and the up rows, as many of each.
+template <class W>
+struct RowGroups {
+  int count;
+  RowGroup<W> group[2];
+
+  const RowGroup<W>& operator[](int i) const { return group[i]; }
+  const RowGroup<W>& last() const { return group[count - 1]; }
 };
 
 #ifdef CMOE_NATIVE_BF16
@@ -246,7 +254,7 @@ struct NativeBf16 {
         for (int i = 0; i < MT; ++i) acc[i][j] = (V)_mm512_dpbf16_ps((__m512)acc[i][j], wv, xv[i]);
       }
     };
-    const int k = each_chunk<NativeBf16>(x, n, ahead, [&](int at) CMOE_LAMBDA {
+    const int k = each_chunk<kChunk, sizeof(W)>(x, n, ahead, [&](int at) CMOE_LAMBDA {
       step([](const uint16_t* p) CMOE_LAMBDA { return load_pairs(p); }, at);
     });
     if (k < n) {
@@ -258,7 +266,7 @@ struct NativeBf16 {
 
   static void tile(int mt, int nt, const X* const* rows, Panel<W> w, int n, float* c,
                    int64_t stride, bool add, Ahead ahead) {
-    dispatch_tile(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+    dispatch_tile<1>(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
       tile_of<MT, NT>(rows, w, n, c, stride, add, ahead);
     });
   }
@@ -349,6 +357,40 @@ struct Fp32 {
   }
 };
 
+// c[m, n] (+)= dot(row m of x, row n of w): x in fp32, in the order of the format F. A place of K
+// takes kPlaceBytes in the weights that come next, of which w may be a widened copy.
+template <class F, int kPlaceBytes, int MT, int NT>
+void fma_tile(const float* const* rows, Panel<typename F::W> w, int n, float* c, int64_t stride,
+              bool add, Ahead ahead) {
+  V acc[MT][NT];
+  const float* x[MT];
+  clear_tile(acc);
+#pragma GCC unroll 8
+  for (int i = 0; i < MT; ++i) x[i] = rows[i];
+  auto half_step = [&]<int h>(int k, auto... rest) CMOE_LAMBDA {
+    V xv[MT];
+#pragma GCC unroll 8
+    for (int i = 0; i < MT; ++i) xv[i] = vload(x[i] + k + h * kLanes);
+#pragma GCC unroll 8
+    for (int j = 0; j < NT; ++j) {
+      const V wv = F::template half<h>(w.w + j * w.stride + k, rest...);
+#pragma GCC unroll 8
+      for (int i = 0; i < MT; ++i) acc[i][j] = vfma(wv, xv[i], acc[i][j]);
+    }
+  };
+  const int k = each_chunk<2 * kLanes, kPlaceBytes>(x, n, ahead, [&](int at) CMOE_LAMBDA {
+    half_step.template operator()<0>(at);
+    half_step.template operator()<1>(at);
+  });
+  if constexpr (kPlaceBytes == sizeof(typename F::W)) {  // a widened copy is whole chunks
+    if (k < n) {
+      half_step.template operator()<0>(k, n - k);
+      half_step.template operator()<1>(k, n - k);
+    }
+  }
+  reduce_tile(acc, c, stride, add);
+}
+
 // Widen to fp32 in registers and multiply with fp32 FMA; x is kept in fp32, in the format's order.
 template <class Format>
 struct Fma {
@@ -396,44 +438,19 @@ struct Fma {
     }
   };
 
-  template <int MT, int NT, class F>
-  static void tile_of(const X* const* rows, Panel<typename F::W> w, int n, float* c, int64_t stride,
-                      bool add, Ahead ahead) {
-    V acc[MT][NT];
-    const X* x[MT];
-    clear_tile(acc);
-#pragma GCC unroll 8
-    for (int i = 0; i < MT; ++i) x[i] = rows[i];
-    auto half_step = [&]<int h>(int k, auto... rest) CMOE_LAMBDA {
-      V xv[MT];
-#pragma GCC unroll 8
-      for (int i = 0; i < MT; ++i) xv[i] = vload(x[i] + k + h * kLanes);
-#pragma GCC unroll 8
-      for (int j = 0; j < NT; ++j) {
-        const V wv = F::template half<h>(w.w + j * w.stride + k, rest...);
-#pragma GCC unroll 8
-        for (int i = 0; i < MT; ++i) acc[i][j] = vfma(wv, xv[i], acc[i][j]);
-      }
-    };
-    const int k = each_chunk<Fma>(x, n, ahead, [&](int at) CMOE_LAMBDA {
-      half_step.template operator()<0>(at);
-      half_step.template operator()<1>(at);
-    });
-    if (k < n) {
-      half_step.template operator()<0>(k, n - k);
-      half_step.template operator()<1>(k, n - k);
-    }
-    reduce_tile(acc, c, stride, add);
-  }
-
   static void tile(int mt, int nt, const X* const* rows, const AnyPanel& w, int n,
                    float* c, int64_t stride, bool add, Ahead ahead) {
-    dispatch_tile(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
-      if constexpr (kWideRows > 0) {
-        if (w.wide.w != nullptr)
-          return tile_of<MT, NT, Fp32>(rows, w.wide, round_up(n, kChunk), c, stride, add, ahead);
-      }
-      tile_of<MT, NT, Format>(rows, w.narrow, n, c, stride, add, ahead);
+    if constexpr (kWideRows > 0) {
+      // So many rows, cut evenly, leave no tile with fewer than kTileM - 1 of them.
+      static_assert(kWideRows > kTileM * (kTileM - 2));
+      if (w.wide.w != nullptr)
+        return dispatch_tile<kTileM - 1>(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+          fma_tile<Fp32, sizeof(W), MT, NT>(rows, w.wide, round_up(n, kChunk), c, stride, add,
+                                            ahead);
+        });
+    }
+    dispatch_tile<1>(mt, nt, [&]<int MT, int NT>() CMOE_LAMBDA {
+      fma_tile<Format, sizeof(W), MT, NT>(rows, w.narrow, n, c, stride, add, ahead);
     });
   }
 

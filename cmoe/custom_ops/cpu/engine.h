@@ -23,7 +23,7 @@ namespace CMOE_ISA {
 constexpr size_t kAlign = 64;
 // Items are whole units of columns, so that no two threads share a line of h, no strip is divided;
 // at least kColumnsPerItem, while there is enough work for all threads.
-constexpr int64_t kUnit = 16, kColumnsPerItem = 32;
+constexpr int64_t kColumnsPerItem = 32;
 // An item with few rows streams its weights once: all of its columns in one go, so that memory sees
 // long runs. One with more rows takes kWeightRowsPerBlock rows of weights at a time.
 constexpr int kRowsPerBlock = 128, kWeightRowsPerBlock = 192;
@@ -134,9 +134,9 @@ Ahead ahead_of(const W* following, int64_t stride, int64_t kn, int t, int tiles)
 // group.c[m, n] = dot(x[m], group.base[n]) over K for M rows of x, in one pass over x for all
 // groups. `stream`: these weights come from memory now; `next` is where the ones that this thread
 // reads afterwards begin.
-template <class D, int kGroups>
+template <class D>
 void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
-                const RowGroup<typename D::W> (&groups)[kGroups], int64_t K, int64_t c_stride,
+                const RowGroups<typename D::W>& groups, int64_t K, int64_t c_stride,
                 bool packed, bool stream, const typename D::W* next, Local& local) {
   using X = typename D::X;
   using W = typename D::W;
@@ -170,9 +170,9 @@ void gemm_block(const typename D::X* const* x, int M, const Matrices& w,
   for (int64_t k = 0; k < K; k += block) {
     const int64_t kn = least(block, K - k);
     const W* after_block = k + kn < K ? groups[0].base + k + kn : next;
-    for (int g = 0; g < kGroups; ++g) {
+    for (int g = 0; g < groups.count; ++g) {
       const W* base = groups[g].base;
-      const W* after = g + 1 < kGroups ? groups[g + 1].base + k : after_block;
+      const W* after = g + 1 < groups.count ? groups[g + 1].base + k : after_block;
       const typename D::Source source(Rows<W>(w, base, groups[g].n, k, kn, local.turned), kn, M,
                                       local.wide);
       for (int64_t n = 0, nt = 0; n < groups[g].n; n += nt) {
@@ -299,7 +299,9 @@ struct Run {
     const X* rows[kRowsPerBlock + kTileM];
     const int64_t up = p.I + column, stride = rows_a_column() * n, expert = p.plan.expert[position];
     const W* w = w13_at(position, parts() * column);
-    const W* w_up = up_apart() ? w13_at(position, up) : nullptr;
+    const RowGroups<W> groups =
+        up_apart() ? RowGroups<W>{2, {{w, n, local.c}, {w13_at(position, up), n, local.c + n}}}
+                   : RowGroups<W>{1, {{w, parts() * n, local.c}}};
     load_bias(p.b13, expert, parts() * column, parts() * n, local.bias);
     if (up_apart()) load_bias(p.b13, expert, up, n, local.bias + n);
     const int64_t first = p.plan.offset[position], last = p.plan.offset[position + 1];
@@ -307,13 +309,7 @@ struct Run {
     for (int64_t r = first; r < last; r += block) {
       const int M = static_cast<int>(least(block, last - r));
       for (int m = 0; m < M; ++m) rows[m] = x_row(p.plan.token[r + m]);
-      if (up_apart()) {
-        const RowGroup<W> groups[2] = {{w, n, local.c}, {w_up, n, local.c + n}};
-        gemm_block<D>(rows, M, p.w13, groups, p.H, stride, p.packed, r == first, after, local);
-      } else {
-        const RowGroup<W> groups[1] = {{w, parts() * n, local.c}};
-        gemm_block<D>(rows, M, p.w13, groups, p.H, stride, p.packed, r == first, after, local);
-      }
+      gemm_block<D>(rows, M, p.w13, groups, p.H, stride, p.packed, r == first, after, local);
       for (int m = 0; m < M; ++m)
         activate(local, local.c + m * stride, column, n, h + (r + m) * l.h_stride);
     }
@@ -370,7 +366,7 @@ struct Run {
     load_bias(p.b2, p.plan.expert[position], column, n, local.bias);
     const int64_t first = p.plan.offset[position], last = p.plan.offset[position + 1];
     const int64_t block = rows_per_block(last - first);
-    const RowGroup<W> groups[1] = {{w2_at(position, column), n, local.c}};
+    const RowGroups<W> groups{1, {{w2_at(position, column), n, local.c}}};
     for (int64_t r = first; r < last; r += block) {
       const int M = static_cast<int>(least(block, last - r));
       for (int m = 0; m < M; ++m) rows[m] = h + (r + m) * l.h_stride;

@@ -106,22 +106,22 @@ void outer_strips(const typename D::X* const* x, int M, Strips<typename D::W> at
 }
 
 // gemm_block for packed weights.
-template <class D, int kGroups>
+template <class D>
 void outer_rows(const typename D::X* const* x, int M,
-                const RowGroup<typename D::W> (&groups)[kGroups], int64_t K, int64_t c_stride,
+                const RowGroups<typename D::W>& groups, int64_t K, int64_t c_stride,
                 const typename D::W* next) {
   using W = typename D::W;
   const RowGroup<W>& here = groups[0];
-  const RowGroup<W>& last = groups[kGroups - 1];
+  const RowGroup<W>& last = groups.last();
   const int64_t strips = here.n / kStrip;
   auto alone = [&](const RowGroup<W>& g, int64_t first, const W* after) {
     outer_strips<D>(x, M, {g.base + first * kStrip * K, 0, g.c + first * kStrip, c_stride, 0}, 1,
                     strips - first, K, after);
   };
   if (kStripsBeside == 1) {
-    if (kGroups == 2) alone(here, 0, last.base);
+    if (groups.count == 2) alone(here, 0, last.base);
     alone(last, 0, next);
-  } else if (kGroups == 2) {
+  } else if (groups.count == 2) {
     outer_strips<D>(x, M, {here.base, last.base - here.base, here.c, c_stride, last.c - here.c},
                     kStripsBeside, strips, K, next);
   } else {

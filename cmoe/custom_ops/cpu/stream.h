@@ -79,9 +79,9 @@ struct Streams {
 
 // One tile has all rows of x, so a weight row is done with when it has passed. Two streams through
 // memory, far apart, are faster than one: the groups side by side, or the halves of one.
-template <class D, int kGroups>
+template <class D>
 void stream_once(const typename D::X* const* x, int M, const Matrices& w,
-                 const RowGroup<typename D::W> (&groups)[kGroups], int64_t K, int64_t c_stride,
+                 const RowGroups<typename D::W>& groups, int64_t K, int64_t c_stride,
                  const typename D::W* next, typename D::X* packed) {
   using W = typename D::W;
   const int64_t row = w.stride_row, bytes = K * (int64_t)sizeof(W);
@@ -90,7 +90,7 @@ void stream_once(const typename D::X* const* x, int M, const Matrices& w,
     // Whole rows ahead, so that the last ones bring what follows; of long rows that is too much.
     const int64_t far = kAheadBytes / count;
     const int64_t ahead = bytes > kAheadBytes ? 0 : least(rows, ceil_div(far, bytes));
-    dispatch_beside<D::kStreamM, kBeside>(M, count, [&]<int MT, int NT>() CMOE_LAMBDA {
+    dispatch_beside<D::kStreamM, kBeside, D::kRowsByTwo>(M, count, [&]<int MT, int NT>() CMOE_LAMBDA {
       s.template multiply<MT, NT>(tile, rows - ahead, K,
                                   s.w + (ahead > 0 ? ahead * row : far / (int64_t)sizeof(W)));
       s.from(rows - ahead).template multiply<MT, NT>(tile, ahead, K, after);
@@ -99,11 +99,11 @@ void stream_once(const typename D::X* const* x, int M, const Matrices& w,
   auto alone = [&](const RowGroup<W>& g, int64_t first, const W* after) {
     pass({g.base + first * row, row, 0, g.c + first, c_stride, 0}, 1, g.n - first, after);
   };
-  const RowGroup<W>&here = groups[0], &last = groups[kGroups - 1];
+  const RowGroup<W>&here = groups[0], &last = groups.last();
   if (M > D::kRowsByTwo) {
-    if (kGroups == 2) alone(here, 0, last.base);
+    if (groups.count == 2) alone(here, 0, last.base);
     alone(last, 0, next);
-  } else if (kGroups == 2) {
+  } else if (groups.count == 2) {
     pass({here.base, row, last.base - here.base, here.c, c_stride, last.c - here.c}, kBeside,
          here.n, next);
   } else {
@@ -149,9 +149,9 @@ void stream_tile(const typename D::X* x, Panel<typename D::W> w, int64_t rows, i
 
 // Tiles of rows of x take turns over a chunk of weight rows in L2, while all the turns together
 // fetch the next one, in the order of memory. A tile passes in parts of K that stay in L1.
-template <class D, int kGroups>
+template <class D>
 void stream_in_turns(const typename D::X* const* x, int M, const Matrices& w,
-                     const RowGroup<typename D::W> (&groups)[kGroups], int64_t K, int64_t c_stride,
+                     const RowGroups<typename D::W>& groups, int64_t K, int64_t c_stride,
                      const typename D::W* next, typename D::X* packed) {
   using W = typename D::W;
   using X = typename D::X;
@@ -163,11 +163,11 @@ void stream_in_turns(const typename D::X* const* x, int M, const Matrices& w,
   const int64_t most = places - places % D::kChunk;
   const int64_t chunk_rows =
       least<int64_t>(kChunkRows, ceil_div<int64_t>(kChunkBytes, K * sizeof(W)));
-  for (int g = 0; g < kGroups; ++g) {
+  for (int g = 0; g < groups.count; ++g) {
     const int64_t rows = groups[g].n;
     const int64_t chunk =
         round_up<int64_t>(ceil_div(rows, ceil_div(rows, chunk_rows)), D::kTurnN);
-    const W* after = g + 1 < kGroups ? groups[g + 1].base : next;
+    const W* after = g + 1 < groups.count ? groups[g + 1].base : next;
     for (int64_t first = 0; first < rows; first += chunk) {
       const int64_t here = least(chunk, rows - first);
       const W* base = groups[g].base + first * row;
@@ -176,7 +176,7 @@ void stream_in_turns(const typename D::X* const* x, int M, const Matrices& w,
       auto turn = [&](int m, int mt, int64_t k, int kn, bool add, bool begin, bool end) {
         const X* tile = pack_rows<D>(x + m, mt, k, kn, packed);
         auto pass = [&](int beside, int64_t from, int64_t count) {
-          dispatch_beside<D::kStreamM, kBeside>(mt, beside, [&]<int MT, int NT>() CMOE_LAMBDA {
+          dispatch_beside<D::kStreamM, D::kTurnN>(mt, beside, [&]<int MT, int NT>() CMOE_LAMBDA {
             stream_tile<D, MT, NT>(tile, {base + from * row + k, row}, count, kn,
                                    groups[g].c + m * c_stride + first + from, c_stride, add,
                                    {sums + from * mt, begin, end},
@@ -205,9 +205,9 @@ void stream_in_turns(const typename D::X* const* x, int M, const Matrices& w,
 
 // gemm_block for so few rows of x that memory decides: the weights are read in long runs, and each
 // tile brings its share of those that come next.
-template <class D, int kGroups>
+template <class D>
 void stream_rows(const typename D::X* const* x, int M, const Matrices& w,
-                 const RowGroup<typename D::W> (&groups)[kGroups], int64_t K, int64_t c_stride,
+                 const RowGroups<typename D::W>& groups, int64_t K, int64_t c_stride,
                  const typename D::W* next, typename D::X* packed) {
   const int64_t bytes = round_up<int64_t>(K, D::kChunk) * (int64_t)sizeof(typename D::X);
   if (M <= D::kStreamM && M * bytes <= (M <= D::kRowsInL2 ? kPackedBytes : kPackedInL1))
