@@ -98,8 +98,9 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
 
 
-def _kernel_sets() -> dict[str, Sequence[str]]:
-    return {**_KERNEL_SETS.get(platform.machine(), {}), **_KERNEL_SETS_ANYWHERE}
+def _kernel_sets(machine: str | None = None) -> dict[str, Sequence[str]]:
+    """The flags of each kernel set of a kind of machine, named as `platform` does; of this one."""
+    return {**_KERNEL_SETS.get(machine or platform.machine(), {}), **_KERNEL_SETS_ANYWHERE}
 
 
 def _torch_flags() -> list[str]:

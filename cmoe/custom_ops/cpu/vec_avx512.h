@@ -107,11 +107,9 @@ CMOE_INLINE void reduce_square(const V (&acc)[MT][NT], float* c, int64_t stride,
   for (int i = 0; i < kRows; ++i) {
     float* p = c + (I + i) * stride + J;
     const __m128 v = add ? _mm_add_ps(_mm_maskz_loadu_ps(kMask, p), row[i]) : row[i];
-    if (kCols == 4) {
-      _mm_storeu_ps(p, v);
-    } else {
-      _mm_mask_storeu_ps(p, kMask, v);
-    }
+    // No masked store: g++ joins one to the extraction before it, in an instruction that faults
+    // where the lanes that it leaves out lie in no page.
+    __builtin_memcpy(p, &v, kCols * sizeof(float));
   }
   if constexpr (NT - J > 4) reduce_square<I, J + 4>(acc, c, stride, add);
 }
