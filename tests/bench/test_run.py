@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -160,11 +161,29 @@ def test_the_read_rate_is_taken_ahead_of_every_turn() -> None:
     assert rates == [1.0, 3.0, 5.0]
 
 
+def test_a_row_is_measured_again_where_the_read_rate_moved() -> None:
+    arm = FakeArm("a", [1.0, 2.0, 3.0, 4.0])
+    measurement = _measurement(arm, 2)
+    answers = iter([50.0, 50.0, 80.0, 80.0, 81.0, 82.0])  # it moves in the second turn
+    rates = run.interleave_steadily([measurement], 2, lambda: next(answers))
+    assert rates == [80.0, 81.0, 82.0]
+    assert measurement.samples == [3.0, 4.0]
+    assert arm.asked == [(0, 1), (1, 1)] * 2
+
+
+def test_a_read_rate_that_never_holds_is_not_waited_for() -> None:
+    answers = itertools.cycle([50.0, 80.0])
+    measurement = _measurement(FakeArm("a", [1.0]), 1)
+    rates = run.interleave_steadily([measurement], 1, lambda: next(answers))
+    assert not run.is_steady(rates)
+    assert len(measurement.samples) == 1
+
+
 def test_a_cell_has_the_median_read_rate_of_its_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stream(nullcontext):
-        rates = iter([20.0, 50.0, 30.0, 10.0, 40.0])
+        rates = iter([29.0, 31.0, 30.0, 28.0, 32.0, 30.0])
 
         def __enter__(self) -> Stream:
             return self
