@@ -29,8 +29,8 @@ struct Strips {
   int64_t c_row, c_apart;
 };
 
-// n places of MT rows by a strip of each of NS streams.
-template <class D, int MT, int NS>
+// n places of MT rows by a strip of each of NS streams, with what `fetch` brings beside them.
+template <class D, int MT, int NS, bool kFetch>
 void outer_tile(const typename D::X* const* rows, const Strips<typename D::W>& at, int64_t k, int n,
                 bool add, Fetch fetch) {
   constexpr int NT = NS * kStripVectors;
@@ -52,8 +52,7 @@ void outer_tile(const typename D::X* const* rows, const Strips<typename D::W>& a
 #pragma GCC unroll 2
   for (int64_t p = k; p < k + n; p += 2) {
     const typename D::W* w = at.w + p * kStrip;
-    // Beside one row of x nothing is in the way of the hardware's own streams, which are faster.
-    if (MT > 1 || kOuterM == 1) fetch.template beside<NS, 2 * kStripBytesAPlace>();
+    if (kFetch) fetch.template beside<NS, 2 * kStripBytesAPlace>();
     decltype(load_pairs(w)) wv[NT];
 #pragma GCC unroll 8
     for (int j = 0; j < NT; ++j)
@@ -87,7 +86,12 @@ void outer_strips(const typename D::X* const* x, int M, Strips<typename D::W> at
         const Fetch fetch{(const char*)then + t * n * kStripBytesAPlace / tiles,
                           at.apart * (int64_t)sizeof(*at.w), 64 / tiles, 0};
         dispatch_beside<kOuterM, kStripsBeside>(mt, ns, [&]<int MT, int NS>() CMOE_LAMBDA {
-          outer_tile<D, MT, NS>(x + m, here, k, static_cast<int>(n), k > 0, fetch);
+          // Beside one row of x nothing is in the way of the hardware's own streams, which are
+          // faster once they have begun.
+          constexpr bool kAlone = MT == 1 && kOuterM > 1;
+          if (kAlone && then != after)
+            return outer_tile<D, MT, NS, !kAlone>(x + m, here, k, static_cast<int>(n), k > 0, fetch);
+          outer_tile<D, MT, NS, true>(x + m, here, k, static_cast<int>(n), k > 0, fetch);
         });
       }
     };
