@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 from bench import shapes as named
@@ -13,12 +13,13 @@ from bench.arm import Arm, LocalArm, Started, TensorStore
 from bench.floor import work_of
 from bench.inputs import NUM_DRAWS, Case, Draw
 from bench.peers import CONTROL, make_peer
-from bench.peers.client import ArmServer, ServerError
+from bench.peers.client import ArmServer
 from bench.progress import Progress
 from bench.record import Cell
 from bench.shapes import Shape
 from bench.suites import Competitor, Effort, Suite
 from bench.timing import median
+from bench.turns import Measurement, interleave
 from bench.verify import Reference
 
 
@@ -100,70 +101,6 @@ class Field(AbstractContextManager["Field"]):
     ) -> None:
         for server in self._servers.values():
             server.stop()
-
-
-@dataclass(kw_only=True)
-class Measurement:
-    """One competitor's state within a group."""
-
-    arm: Arm
-    started: Started
-    runs: int = 0
-    error: str | None = None
-    relative_error: float | None = None
-    samples: list[float] = field(default_factory=list)
-
-
-def interleave(
-    measurements: Sequence[Measurement], rounds: int, read: Callable[[], float] | None = None
-) -> list[float]:
-    """Times every competitor in turn, `rounds` times over, starting with another one each time.
-
-    read: takes the machine's read rate; its answers, one ahead of each turn, are returned.
-    """
-    live = [m for m in measurements if m.error is None]
-    rates = []
-    for turn in range(rounds):
-        if read is not None:
-            rates.append(read())
-        shift = turn % max(len(live), 1)
-        for m in live[shift:] + live[:shift]:
-            calls = (turn + 1) * m.runs // rounds - turn * m.runs // rounds
-            if calls == 0 or m.error is not None:
-                continue
-            try:
-                m.samples += m.arm.time(len(m.samples), calls)
-            except ServerError as error:
-                m.error = str(error)
-    return rates
-
-
-STEADY = 1.2
-"""Read rates of a row differ by less. On an idle machine they differ by a few percent, on a host
-with other guests by half and more."""
-
-TRIES = 4
-
-
-def is_steady(rates: Sequence[float]) -> bool:
-    """Whether the machine read as fast at the end as at the beginning."""
-    return max(rates) < STEADY * min(rates)
-
-
-def interleave_steadily(
-    measurements: Sequence[Measurement], rounds: int, read: Callable[[], float]
-) -> list[float]:
-    """`interleave`, once more from its beginning where the read rate moved meanwhile.
-
-    The medians of such a row would be of two machines. At most TRIES times; the last one stays.
-    """
-    for _ in range(TRIES):
-        for m in measurements:
-            m.samples.clear()
-        rates = [*interleave(measurements, rounds, read), read()]
-        if is_steady(rates):
-            break
-    return rates
 
 
 def warm_up(arm: Arm, case: Case, effort: Effort, reference: Reference) -> Measurement:
@@ -252,17 +189,13 @@ def run_suite(
                 reasons = _open_all(competitors.arms, group)
                 opened = (group.shape, group.dtype)
             measured = _warm_up_all(suite, competitors.arms, reasons, group, store, progress)
-            read_gbps = None
-            if read is None:
-                interleave(measured, suite.effort.rounds)
-            else:
-                rates = interleave_steadily(measured, suite.effort.rounds, read)
-                read_gbps = median(rates)
-                if not is_steady(rates):
-                    progress.note(
-                        f"the read rate moved from {min(rates):.3g} to {max(rates):.3g} GB/s "
-                        f"in each of {TRIES} tries"
-                    )
+            rates = interleave(measured, suite.effort.turns, read)
+            if rates and len(rates) != 2 * suite.effort.turns:
+                progress.note(
+                    f"the read rate kept moving: {len(rates) // 2} turns count, at "
+                    f"{min(rates):.3g} to {max(rates):.3g} GB/s"
+                )
+            read_gbps = median(rates) if rates else None
             draws = store.draws(group.case())
             cells = [cell_of(m, group, draws, read_gbps) for m in measured]
             versions = {m.started.impl: m.started.version for m in measured if m.started.version}

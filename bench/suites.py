@@ -23,7 +23,7 @@ class Effort:
     min_runs: int = 3
     min_seconds: float = 0.8
     max_runs: int = 100
-    rounds: int = 5  # turns that the competitors of a cell take
+    turns: int = 5  # of the competitors of a cell, at least one call each
 
     def runs(self, call_ms: float) -> int:
         """Calls to time, given what one of them takes."""
@@ -95,7 +95,7 @@ def suites(*, cuda: bool) -> dict[str, Suite]:
         shapes=headline.shapes,
         tokens=(1, 64, 1024),
         competitors=tuple(c for c in headline.competitors if "compile" not in c.mode),
-        effort=Effort(min_seconds=0.4, rounds=3),
+        effort=Effort(min_seconds=0.4, turns=3),
     )
     return {
         "headline": headline,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,11 +9,9 @@ import pytest
 
 from bench import limits, modes, peers, run, shapes
 from bench.__main__ import main
-from bench.arm import Started
 from bench.limits import Limits
 from bench.record import Cell, load
 from bench.suites import Competitor, Effort, Suite, suites
-from tests.bench.fakes import FakeArm
 
 FAKES = str(Path(__file__).with_name("peers_for_tests.py"))
 
@@ -124,59 +121,6 @@ def test_mistakes_are_named(
     command = ["run", "--peers-from", FAKES, "--out", str(tmp_path / "r.json")]
     assert main([*command, *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-def _measurement(arm: FakeArm, runs: int) -> run.Measurement:
-    return run.Measurement(arm=arm, started=Started(impl=arm.impl), runs=runs)
-
-
-def test_competitors_take_turns() -> None:
-    order: list[str] = []
-
-    class Logged(FakeArm):
-        def time(self, first: int, calls: int) -> list[float]:
-            order.append(self.impl)
-            return super().time(first, calls)
-
-    both = [_measurement(Logged(name, [1.0, 2.0]), 7) for name in "ab"]
-    run.interleave(both, 3)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert [len(m.samples) for m in both] == [7, 7]
-
-
-def test_the_read_rate_is_taken_ahead_of_every_turn() -> None:
-    order: list[str] = []
-
-    class Logged(FakeArm):
-        def time(self, first: int, calls: int) -> list[float]:
-            order.append(self.impl)
-            return super().time(first, calls)
-
-    def read() -> float:
-        order.append("read")
-        return float(len(order))
-
-    rates = run.interleave([_measurement(Logged("a", [1.0]), 3)], 3, read)
-    assert order == ["read", "a", "read", "a", "read", "a"]
-    assert rates == [1.0, 3.0, 5.0]
-
-
-def test_a_row_is_measured_again_where_the_read_rate_moved() -> None:
-    arm = FakeArm("a", [1.0, 2.0, 3.0, 4.0])
-    measurement = _measurement(arm, 2)
-    answers = iter([50.0, 50.0, 80.0, 80.0, 81.0, 82.0])  # it moves in the second turn
-    rates = run.interleave_steadily([measurement], 2, lambda: next(answers))
-    assert rates == [80.0, 81.0, 82.0]
-    assert measurement.samples == [3.0, 4.0]
-    assert arm.asked == [(0, 1), (1, 1)] * 2
-
-
-def test_a_read_rate_that_never_holds_is_not_waited_for() -> None:
-    answers = itertools.cycle([50.0, 80.0])
-    measurement = _measurement(FakeArm("a", [1.0]), 1)
-    rates = run.interleave_steadily([measurement], 1, lambda: next(answers))
-    assert not run.is_steady(rates)
-    assert len(measurement.samples) == 1
 
 
 def test_a_cell_has_the_median_read_rate_of_its_turns(
