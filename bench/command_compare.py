@@ -11,6 +11,7 @@ import torch
 
 from bench import compare, cpu, record, revisions, run
 from bench.command_run import add_machine_flags, fitting, suite_of
+from bench.flags import Values
 from bench.pairs import PairEffort
 from bench.peers import add_peers_from
 from bench.peers.client import ArmServer
@@ -24,12 +25,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("b", metavar="B", help="the same; `.` is the working tree")
     parser.add_argument("--threshold", type=float, default=0.05, help="what counts, 0.05 = 5 %%")
     parser.add_argument("--suite", default="compare")
-    parser.add_argument("--shape", nargs="+")
-    parser.add_argument("--tokens", nargs="+", type=int)
-    parser.add_argument("--dtype", nargs="+")
-    parser.add_argument("--impl", nargs="+")
-    parser.add_argument("--mode", nargs="+")
-    parser.add_argument("--routing", nargs="+")
+    parser.add_argument("--shape", nargs="+", action=Values)
+    parser.add_argument("--tokens", nargs="+", action=Values, type=int)
+    parser.add_argument("--dtype", nargs="+", action=Values)
+    parser.add_argument("--impl", nargs="+", action=Values)
+    parser.add_argument("--mode", nargs="+", action=Values)
+    parser.add_argument("--routing", nargs="+", action=Values)
     parser.add_argument("--rounds", type=int, default=PairEffort().rounds)
     parser.add_argument("--repository", type=Path, default=Path(__file__).parents[1])
     add_machine_flags(parser)

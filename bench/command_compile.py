@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from bench import compile_cost
+from bench.flags import Values
 from bench.progress import Progress
 from bench.stacks import LAYERS
 
@@ -12,9 +13,11 @@ from bench.stacks import LAYERS
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declares the flags."""
     parser = commands.add_parser("compile", help=__doc__.partition(": ")[2])
-    parser.add_argument("--impl", nargs="+", default=list(LAYERS), choices=tuple(LAYERS))
-    parser.add_argument("--layers", nargs="+", type=int, default=[1, 12, 48])
-    parser.add_argument("--how", nargs="+", default=list(compile_cost.HOWS))
+    parser.add_argument(
+        "--impl", nargs="+", action=Values, default=list(LAYERS), choices=tuple(LAYERS)
+    )
+    parser.add_argument("--layers", nargs="+", action=Values, type=int, default=[1, 12, 48])
+    parser.add_argument("--how", nargs="+", action=Values, default=list(compile_cost.HOWS))
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one process")
     parser.set_defaults(execute=execute)
 

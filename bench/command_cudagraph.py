@@ -7,6 +7,7 @@ import argparse
 import torch
 
 from bench import cudagraph, tables
+from bench.flags import Values
 from bench.peers import PEERS
 from bench.progress import Progress
 from bench.shapes import DTYPES, shape_from_text
@@ -17,8 +18,12 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser("cudagraph", help=__doc__.partition(": ")[2])
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256, 1024, 4096])
-    parser.add_argument("--impl", nargs="+", default=["cmoe:auto", "transformers:grouped_mm"])
+    parser.add_argument(
+        "--tokens", nargs="+", action=Values, type=int, default=[1, 4, 16, 64, 256, 1024, 4096]
+    )
+    parser.add_argument(
+        "--impl", nargs="+", action=Values, default=["cmoe:auto", "transformers:grouped_mm"]
+    )
     parser.set_defaults(execute=execute)
 
 

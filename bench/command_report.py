@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import plot, record, tables
+from bench.flags import Values
 
 _BLOCK = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
@@ -28,6 +29,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--into",
         nargs="+",
+        action=Values,
         type=Path,
         default=[],
         metavar="FILE",

@@ -23,6 +23,7 @@ from bench import (
     suites,
     tables,
 )
+from bench.flags import Values
 from bench.peers import PEERS, add_peers_from
 from bench.progress import Progress
 from bench.timing import CacheFlush, CudaCacheFlush, NoFlush
@@ -39,13 +40,22 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         " (default: headline)",
     )
     parser.add_argument(
-        "--shape", nargs="+", help=f"sizes as E16K4H256I128, or {', '.join(shapes.SHAPES)}"
+        "--shape",
+        nargs="+",
+        action=Values,
+        help=f"sizes as E16K4H256I128, or {', '.join(shapes.SHAPES)}",
     )
-    parser.add_argument("--tokens", nargs="+", type=int, help="batch sizes T")
-    parser.add_argument("--dtype", nargs="+", choices=tuple(shapes.DTYPES))
-    parser.add_argument("--impl", nargs="+", help=f"implementations: {', '.join(PEERS)}")
-    parser.add_argument("--mode", nargs="+", choices=modes.MODES, help="needs --impl")
-    parser.add_argument("--routing", nargs="+", help="uniform, skewed, a file of recorded ids")
+    parser.add_argument("--tokens", nargs="+", action=Values, type=int, help="batch sizes T")
+    parser.add_argument("--dtype", nargs="+", action=Values, choices=tuple(shapes.DTYPES))
+    parser.add_argument(
+        "--impl", nargs="+", action=Values, help=f"implementations: {', '.join(PEERS)}"
+    )
+    parser.add_argument(
+        "--mode", nargs="+", action=Values, choices=modes.MODES, help="needs --impl"
+    )
+    parser.add_argument(
+        "--routing", nargs="+", action=Values, help="uniform, skewed, a file of recorded ids"
+    )
     parser.add_argument("--seconds", type=float, help="time for one cell")
     parser.add_argument("--no-flush", action="store_true", help="leave the caches warm")
     add_machine_flags(parser)

@@ -11,6 +11,7 @@ import torch
 
 from bench import cpu, tables
 from bench.arm import to_device
+from bench.flags import Values
 from bench.inputs import Case, make_weights
 from bench.pairs import PairEffort
 from bench.progress import Progress
@@ -30,7 +31,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser("tune", help=__doc__.partition(": ")[2])
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--tokens", nargs="+", action=Values, type=int, default=list(TOKENS))
     parser.add_argument("--seconds", type=float, default=110.0, help="for all sizes together")
     parser.add_argument("--out", type=Path, help="default: the file that cmoe reads")
     parser.set_defaults(execute=execute)
