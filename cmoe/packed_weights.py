@@ -65,6 +65,9 @@ def _faults_of(experts: RoutedExperts) -> Iterator[str]:
     if not isinstance(experts.quant_method, Unquantized):
         yield f"{type(experts.quant_method).__name__} has a layout of its own"
         return
+    if absent := [name for name, w in experts.weights().items() if not isinstance(w, Tensor)]:
+        yield f"{', '.join(absent)}: set to something that is no tensor"
+        return
     unpacked, config = _unpacked(experts), experts.config
     if not unpacked:
         return

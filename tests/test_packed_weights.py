@@ -245,6 +245,11 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[cmoe.RoutedExperts], Any], str
     "a gradient": ({}, _with_a_gradient, r"w2_weight: with gradients.*requires_grad_\(False\)"),
     "a shape": ({}, _cut, r"w2_weight is \(5, 33, 32\) torch.float32, not \(5, 64, 32\)"),
     "two dtypes": ({}, _mixed, r"w2_weight is .* torch.bfloat16, not .* torch.float32$"),
+    "none": (
+        {},
+        lambda e: setattr(e, "w2_weight", None),
+        "w2_weight: set to something that is no tensor$",
+    ),
     "meta": ({}, lambda e: e.to("meta"), "on the meta device, without values; load them first$"),
     "parametrized": (
         {},
