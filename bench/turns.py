@@ -49,16 +49,17 @@ def interleave(
     """
     taken: list[Turn] = []
     asked = [0] * len(measurements)
-    before = read() if read else 1.0
+    rate = read or (lambda: 1.0)
+    before = rate()
     while len(taken) < TRIES * turns and len(of_one_rate(taken, turns)) < turns:
         samples = _take(measurements, len(taken), turns, asked)
-        after = read() if read else 1.0
+        after = rate()
         taken.append(Turn(rates=(before, after), samples=samples))
         before = after
     counted = of_one_rate(taken, turns) or taken
     for index, m in enumerate(measurements):
         m.samples = [ms for turn in counted for ms in turn.samples[index]]
-    return [rate for turn in counted for rate in turn.rates] if read else []
+    return [gbps for turn in counted for gbps in turn.rates] if read else []
 
 
 def of_one_rate(taken: Sequence[Turn], turns: int) -> list[Turn]:

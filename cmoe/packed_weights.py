@@ -42,8 +42,8 @@ def unpack_weights(module: nn.Module) -> None:
 
     The inverse of pack_weights, exact to the bit, with memory for one parameter more. Layers that
     are not packed stay as they are. No call may be running, see pack_weights. ValueError for a
-    module without RoutedExperts;
-    UnsupportedError for a packed weight that a parametrization was registered on.
+    module without RoutedExperts; UnsupportedError for a packed weight that a parametrization was
+    registered on.
     """
     for experts in _layers_of(module).values():
         experts.unpack_weights()
